@@ -1,8 +1,8 @@
 """A failure as data, and the job's list of failures in torch's store.
 
 The failed rank makes a ``Cause`` and appends it to the list of its process group; the other ranks
-read and raise it (``runtime/failure.py``). A rank that fails before its schedule exists appends a
-*note* (``publishing_errors``), since its peers already wait for it in their first step.
+read and raise it (``runtime/failure.py``). So does a rank that fails before its schedule exists
+(``publishing_errors``), since its peers already wait for it in their first step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock import errors
 from penstock.errors import NOWHERE, PeerError, PenstockError, StageError, Where
 
 __all__ = [
-    "NOTE",
+    "EARLY",
     "Cause",
     "Failure",
     "FailureLog",
@@ -35,13 +35,13 @@ __all__ = [
     "own_group",
     "publishing_errors",
     "store_of",
-    "withdraw_note",
+    "withdraw_early",
 ]
 
 # Limit on a message and on a traceback: torch's store closes the connection above 8 MiB.
 MAX_CHARACTERS = 1 << 16
-# The prefix of a note's call.
-NOTE = "note"
+# The prefix of the call of an early failure.
+EARLY = "early"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +168,8 @@ def key_of(group: dist.ProcessGroup, name: str) -> str:
 
 
 class Failure(NamedTuple):
-    """An entry of a ``FailureLog``: its index there, the failed call (a schedule's number, or a
-    note), its cause, and the time at which this process first read it (``time.monotonic``, s)."""
+    """An entry of a ``FailureLog``: its index, the failed call (a schedule's number, or before
+    any), its cause, and the time at which this process first read it (``time.monotonic``, s)."""
 
     place: int
     call: str
@@ -181,7 +181,7 @@ class FailureLog:
     """The failures of a process group: an append-only list under consecutive keys of a store.
 
         <key>/0   ["0", cause]        the first cause of schedule 0
-        <key>/1   null                a withdrawn note
+        <key>/1   null                a withdrawn early failure
         <key>/2   ["replicas/1", …]   the first cause of schedule 1, for the replicas of a stage
 
     Args:
@@ -206,7 +206,7 @@ class FailureLog:
     def read(self) -> list[Failure]:
         """All entries, oldest first."""
         for place, entry in enumerate(self._entries):
-            if entry is not None and entry.call.startswith(NOTE) and self._fetch(place) is None:
+            if entry is not None and entry.call.startswith(EARLY) and self._fetch(place) is None:
                 self._entries[place] = None
         while self._store.check([f"{self._key}/{len(self._entries)}"]):
             self._entries.append(self._fetch(len(self._entries)))
@@ -235,8 +235,8 @@ def failures_over(group: dist.ProcessGroup, store: Any = None) -> FailureLog:
     return FailureLog(store, key_of(group, "failed"))
 
 
-# Group name → the place of this process's note.
-_notes: dict[str, int] = {}
+# Group name → the place of this process's early failure.
+_early: dict[str, int] = {}
 
 
 @contextlib.contextmanager
@@ -249,18 +249,18 @@ def publishing_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
         if group is not None and group.size() > 1:
             # If the store is gone, no reader is left.
             with contextlib.suppress(RuntimeError, dist.DistError):
-                withdraw_note(group)
+                withdraw_early(group)
                 cause = cause_of(error, group.rank(), dist.get_process_group_ranks(group))
-                note = failures_over(group).append(f"{NOTE}/{group.rank()}", cause)
-                _notes[group.group_name] = note.place
+                failure = failures_over(group).append(f"{EARLY}/{group.rank()}", cause)
+                _early[group.group_name] = failure.place
         raise
     if group is not None:
-        withdraw_note(group)
+        withdraw_early(group)
 
 
-def withdraw_note(group: dist.ProcessGroup) -> None:
-    """Withdraw this process's note, if any."""
-    place = _notes.pop(group.group_name, None)
+def withdraw_early(group: dist.ProcessGroup) -> None:
+    """Withdraw this process's early failure, if any."""
+    place = _early.pop(group.group_name, None)
     if place is not None:
         with contextlib.suppress(RuntimeError, dist.DistError):
             failures_over(group).withdraw(place)

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from penstock import PipelineStage, Schedule1F1B
-from penstock.runtime.comm.gloo import GlooTransport, break_pairs
+from penstock.runtime.comm.c10d import break_pairs
+from penstock.runtime.comm.gloo import GlooTransport
 from penstock.runtime.watchdog import READ_INTERVAL_S
 from penstock.testing.processes import run_ranks
 from tests.distributed.attempts import DIM, SOON_S, At, Attempt, attempt

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from penstock import _torch_compat
-from penstock.cause import NOTE, FailureLog, as_error, cause_of, key_of
+from penstock.cause import EARLY, FailureLog, as_error, cause_of, key_of
 from penstock.errors import PartitionError, StageError
 from penstock.partition.forward.leaf_modules import NotByModule
 from penstock.runtime import failure
@@ -53,12 +53,12 @@ def test_the_first_cause_of_each_call_stands_and_notes_can_be_withdrawn() -> Non
     assert log.append("0", first).cause == first
     second = cause_of(StageError("second"), 1, (0, 1))
     assert log.append("0", second).cause == first
-    note = log.append(f"{NOTE}/1", second)
+    note = log.append(f"{EARLY}/1", second)
     assert [entry.cause for entry in reader.read()] == [first, second]
     log.withdraw(note.place)
     assert [entry.cause for entry in reader.read()] == [first]
-    log.append(f"{NOTE}/1", second)
-    assert [entry.call for entry in reader.read()] == ["0", f"{NOTE}/1"]
+    log.append(f"{EARLY}/1", second)
+    assert [entry.call for entry in reader.read()] == ["0", f"{EARLY}/1"]
 
 
 def test_groups_of_thousands_of_processes_have_keys_that_a_store_takes(

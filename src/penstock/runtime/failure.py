@@ -4,8 +4,7 @@
                    │        │         which rank 0 reads, and to the lists of the groups that
     pipeline 1   rank 0 ─ rank 1      replicate its stages, which the other pipeline reads
 
-The lists of failures are ``cause.FailureLog``. This module moves no tensors and interrupts no wait;
-see ``watchdog.py`` and ``comm``.
+The lists of failures are ``cause.FailureLog``; ``watchdog.py`` reads them during waits.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch.distributed as dist
 
 from penstock.cause import (
-    NOTE,
+    EARLY,
     Cause,
     Failure,
     as_error,
@@ -40,11 +39,10 @@ __all__ = ["NO_SCHEDULE", "Calls", "ErrorStore", "calls_over", "report_uncaught"
 
 T = TypeVar("T")
 
-# Replaces a schedule's number for a failure outside of schedules. Collective calls use the numbers
-# below.
+# Collective calls outside of schedules have numbers below this one.
 NO_SCHEDULE = -1
 # Time for a rank that failed to make its stages to succeed in a second attempt.
-NOTE_GRACE_S = 1.5
+EARLY_GRACE_S = 1.5
 # Limit on the request rate of all processes to the store, which serves about 100,000 per second.
 MAX_REQUESTS_PER_S = 10_000
 # After a wait of this length, failures of other calls over the group are read.
@@ -143,7 +141,7 @@ class ErrorStore:
     def read(self, waited_s: float = math.inf) -> Failure | None:
         """The failure that ends this schedule's call, after a wait of ``waited_s`` seconds.
 
-        Only a longer wait ends by a note, whose rank may retry, or by a failure in another call.
+        Only a longer wait ends by an early failure, whose rank may retry, or by another call's.
         """
         return self._request(lambda: self._find(waited_s))
 
@@ -154,9 +152,9 @@ class ErrorStore:
                 if failure.call == name:
                     return failure
         for failure in failures[0]:
-            if failure.call.startswith(NOTE):
+            if failure.call.startswith(EARLY):
                 age_s = time.monotonic() - failure.read_at
-                is_due = waited_s == math.inf or age_s > NOTE_GRACE_S
+                is_due = waited_s == math.inf or age_s > EARLY_GRACE_S
             else:
                 is_new = failure.call not in self._calls.failed
                 is_due = is_new and waited_s >= OTHER_CALLS_S and "/" not in failure.call
@@ -272,8 +270,7 @@ def report_uncaught() -> None:
         rank 0   step ── optimizer ── step ── waits for rank 1 ───────────┐
         rank 1   step ── optimizer raises, nobody catches it ── publishes ┘
 
-    Runs at exit. The interpreter has stored the exception in ``sys``; so does an interactive
-    prompt, which continues.
+    The interpreter has stored the exception in ``sys``; so does a prompt, which continues.
     """
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None or hasattr(sys, "ps1") or sys.flags.interactive:

@@ -1,10 +1,8 @@
 """A thread that reads the error store during waits, and aborts waits that cannot succeed.
 
-    main thread   ── compute ──┤ waits for rank 2 ···························├─ raises
-    watchdog           read        read       read: a cause!  aborts ────────┘
-    rank 2        ── raises, writes the cause ──────┘
-
-Transports supply the abort function, so that this module needs no process groups.
+main thread   ── compute ──┤ waits for rank 2 ···························├─ raises
+watchdog           read        read       read: a cause!  aborts ────────┘
+rank 2        ── raises, writes the cause ──────┘
 """
 
 from __future__ import annotations
@@ -52,20 +50,8 @@ Wait: TypeAlias = tuple[Sequence[Any], int | Peers]
 
 
 class BackgroundCall(Generic[T]):
-    """A call in a separate thread, since torch sets no limit on requests to the store of a
-    process that is stopped or unreachable.
-
-    Args:
-        function: the call; raises nothing.
-
-    Attributes:
-        value: the result, once it is there.
-
-    Example:
-        >>> call = BackgroundCall(lambda: 1 + 1)
-        >>> call.is_done(within_s=10.0), call.value
-        (True, 2)
-    """
+    """A call, which raises nothing, in a separate thread: torch sets no limit on requests to the
+    store of a process that is stopped or unreachable. ``value`` is the result, once it is there."""
 
     value: T
 

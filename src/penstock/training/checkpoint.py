@@ -194,10 +194,7 @@ def optimizer_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 class _NamedOptimizer:
-    """An optimizer's parameters, in its order, and settings by the model's names; none for None.
-
-    Raises a PartitionError if the optimizer has a parameter that the model has not.
-    """
+    """An optimizer's parameters, in its order, and settings by the model's names; none for None."""
 
     def __init__(self, model: Model, optimizer: torch.optim.Optimizer | None) -> None:
         names = {id(param): name for name, param in model.named_parameters()}

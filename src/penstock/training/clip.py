@@ -1,9 +1,7 @@
 """Clip gradients by their total norm, over the stages of all ranks.
 
-    rank 0   ‖grads of its stages‖ ─┐
-    rank 1   ‖grads of its stages‖ ─┴─► total norm ─► the same factor on every rank
-
-This module depends on parameters and a process group, not on stages or schedules.
+rank 0   ‖grads of its stages‖ ─┐
+rank 1   ‖grads of its stages‖ ─┴─► total norm ─► the same factor on every rank
 """
 
 from __future__ import annotations

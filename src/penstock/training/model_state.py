@@ -72,20 +72,20 @@ class ModelState:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters, shared ones once, by the name that the first of their stages has."""
-        seen: set[int] = set()
+        found: dict[int, tuple[str, nn.Parameter]] = {}
         for stage in self._stages:
+            index = self._model_stage(stage.stage_index)
             for name, param in named_plainly(stage.submod, buffers=False):
-                if id(param) not in seen:
-                    seen.add(id(param))
-                    assert isinstance(param, nn.Parameter)
-                    yield first_name(self._ties, self._model_stage(stage.stage_index), name), param
+                assert isinstance(param, nn.Parameter)
+                found.setdefault(id(param), (first_name(self._ties, index, name), param))
+        yield from found.values()
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers."""
-        named = (named_plainly(m, buffers=True) for m in self._distinct().values())
         found: dict[int, tuple[str, Tensor]] = {}
-        for name, buffer in chain.from_iterable(named):
-            found.setdefault(id(buffer), (name, buffer))
+        for module in self._distinct().values():
+            for name, buffer in named_plainly(module, buffers=True):
+                found.setdefault(id(buffer), (name, buffer))
         yield from found.values()
 
     def parameter_stages(self) -> dict[str, int]:

@@ -1,9 +1,5 @@
 """Consistency checks between ranks: same calls, same order, same program and options.
 
-    agree           compares options, programs and batches before a schedule's first step
-    pack_header     prefixes each gathered value with the call of its rank
-    exclusive_step  refuses a step within a step, which other ranks would not join
-
 An error names the ranks that differ and the values that differ.
 """
 
@@ -118,14 +114,8 @@ _running: list[tuple[object, dist.ProcessGroup | None]] = []
 
 @contextmanager
 def exclusive_step(engine: object, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Refuse a nested step of the same engine or over the same process group.
-
-        step of A ──► its loss function ──► eval of B        only the rank of the loss is here:
-                                                             the other ranks would not join
-
-    Args:
-        engine: the engine that runs the step.
-        group: its process group; None where all ranks are in this process.
+    """Refuse a step of ``engine``, over ``group`` if any, within a step of the same engine or over
+    the same process group, such as in a loss function, where the other ranks would not join.
 
     Raises:
         ScheduleError: a step of this engine or process group is running.

@@ -25,14 +25,7 @@ from penstock.errors import PenstockError
 from penstock.stage.boundary import TensorMeta
 from penstock.stage.stage import MicrobatchState
 
-__all__ = [
-    "_DeferredReceive",
-    "MetasOf",
-    "PendingReceive",
-    "RecvQueue",
-    "Transport",
-    "empty_tensors",
-]
+__all__ = ["MetasOf", "PendingReceive", "RecvQueue", "Transport", "empty_tensors"]
 
 
 class PendingReceive(Protocol):

@@ -9,11 +9,11 @@ transport's ``abort`` if another rank has failed.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock import _torch_compat
-from penstock.cause import key_of, store_of, withdraw_note
+from penstock.cause import key_of, store_of, withdraw_early
 from penstock.errors import PenstockError
 from penstock.runtime.comm.agreement import pack_header, unpack_headers
 from penstock.runtime.comm.base import Transport, empty_tensors
@@ -33,11 +33,20 @@ from penstock.runtime.failure import ErrorStore, calls_over
 from penstock.runtime.watchdog import Peers, Watchdog
 from penstock.stage.boundary import TensorMeta
 
-__all__ = ["C10dTransport", "InFlightSends", "PostedReceive", "as_wire", "control_group"]
+__all__ = [
+    "C10dTransport",
+    "InFlightSends",
+    "PostedReceive",
+    "as_wire",
+    "break_pairs",
+    "control_group",
+    "is_closed",
+]
 
 METADATA_TAG = 0x5E8
 RELAY_TAG = 0x5E9
 DATA_TAG = 0x5E7
+POKE_TAG = 0x5EA
 METADATA_BYTES = 4096
 # Limit on a wait in torch that the watchdog could not abort.
 MAX_OVERTIME_S = 5.0
@@ -131,10 +140,6 @@ class C10dTransport(Transport):
     def bound_sends(self, in_flight: InFlightSends, peer: int) -> None:
         """Drop completed sends, or wait for them, if too many are in flight."""
 
-    @abstractmethod
-    def abort(self, peer: int | Peers) -> None:
-        """Abort the main thread's wait for ``peer``; called in the watchdog's thread."""
-
     def connect(self) -> None:
         """Create missing groups and connections; a collective call."""
 
@@ -146,7 +151,7 @@ class C10dTransport(Transport):
 
     def begin(self, call: str) -> None:
         self._calls.begin(call)
-        withdraw_note(self._group)
+        withdraw_early(self._group)
         if self._control is None:
             if not _torch_compat.takes_cpu_tensors(self._group):
                 self._await_all_ranks()
@@ -174,6 +179,15 @@ class C10dTransport(Transport):
     def _is_broken_wait(self, error: BaseException | None) -> bool:
         """True if ``error`` is a wait ended by the watchdog or by a process's death."""
         return self._watchdog.has_aborted or _torch_compat.is_lost_connection(error)
+
+    def abort(self, peer: int | Peers) -> None:
+        """Abort the main thread's wait for ``peer``, in gloo; called in the watchdog's thread."""
+        if isinstance(peer, int):
+            break_pairs(self._control, [peer])
+            return
+        for group in self._replicas if peer is Peers.REPLICAS else (self._control,):
+            if _torch_compat.takes_cpu_tensors(group):
+                break_pairs(group, range(group.size()))
 
     def watch_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
         groups = tuple(group for group in groups if group.size() > 1)
@@ -219,7 +233,7 @@ class C10dTransport(Transport):
             work.wait(*self._limit)
         watchdog.waiting_for = None
 
-    @contextmanager
+    @contextlib.contextmanager
     def watching(self, peer: int | Peers) -> Iterator[None]:
         """A watched context in which torch waits for ``peer``."""
         self._watchdog.waiting_for = ((), peer)
@@ -231,7 +245,7 @@ class C10dTransport(Transport):
             raise
         self._watchdog.waiting_for = None
 
-    def waiting_for_replicas(self) -> AbstractContextManager[None]:
+    def waiting_for_replicas(self) -> contextlib.AbstractContextManager[None]:
         return self.watching(Peers.REPLICAS)
 
     # --- data plane ----------------------------------------------------------------------------
@@ -361,6 +375,29 @@ def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
             ranks, "gloo", name, timeout_s=CONTROL_TIMEOUT_S
         )
     return _control_groups[group]
+
+
+def break_pairs(group: dist.ProcessGroup, peers: Iterable[int]) -> None:
+    """Close gloo's connections to ``peers``, as a receive that times out does, so that waits on
+    them fail at once."""
+    for peer in peers:
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):
+                _poke(group, peer).wait(timedelta(milliseconds=1))
+
+
+def is_closed(group: dist.ProcessGroup, peer: int) -> bool:
+    """True if gloo's connection to ``peer`` is closed."""
+    try:
+        _poke(group, peer)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _poke(group: dist.ProcessGroup, peer: int) -> Any:
+    """Post a receive for a message that is never sent."""
+    return group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, POKE_TAG)
 
 
 def as_wire(tensor: Tensor) -> Tensor:

@@ -1,23 +1,16 @@
 """The transport for CUDA tensors, over NCCL.
 
 The data plane has one group for messages to higher ranks and another for messages to lower ranks,
-so that a send never queues behind a receive of the same pair. Works only order streams, so that the
-host runs ahead of the device. The host keeps tensors alive until the device has sent them.
+so that a send never queues behind a receive of the same pair. Works only order streams: the host
+runs ahead of the device, and keeps tensors alive until the device has sent them.
 
-Two ranks connect at their first exchange, for which the host blocks. Within a step, these waits
-could form a cycle. Connections are therefore made before the first step, in one global order of
-pairs. Both ranks of the first missing pair have then always reached it:
-
-    rank 0   0-1  0-2  0-3
-    rank 1   0-1            1-2  1-3
-    rank 2        0-2       1-2       2-3
-    rank 3             0-3       1-3  2-3
+The host blocks at the first exchange of two ranks, and within a step these waits could form a
+cycle. Connections are therefore made before the first step, in one global order of pairs: both
+ranks of the first missing pair have then always reached it.
 
 With a single device queue for all streams (``CUDA_DEVICE_MAX_CONNECTIONS=1``) a receive at its
 head would block the compute that the peer waits for. Each pair of ranks then uses one channel, with
 one order of messages in both directions.
-
-A wait is aborted by aborting the communicators, which ends their kernels on the device.
 """
 
 from __future__ import annotations
@@ -37,7 +30,6 @@ from penstock import _torch_compat
 from penstock.cause import key_of
 from penstock.errors import PenstockError
 from penstock.runtime.comm.c10d import MAX_TIMEOUT_S, C10dTransport, InFlightSends
-from penstock.runtime.comm.gloo import break_waits
 from penstock.runtime.watchdog import Peers, poll
 from penstock.schedule.channels import Channels
 from penstock.stage.device_streams import Event, streams_of
@@ -134,13 +126,14 @@ class NcclTransport(C10dTransport):
         return raised
 
     def abort(self, peer: int | Peers) -> None:
-        break_waits(self._control, self._replicas, peer)
+        super().abort(peer)
         # The device may be blocked by an earlier message than the host waits for.
         replicas = self._replicas if peer is Peers.REPLICAS else ()
         self.abort_groups((*replicas, self._up, self._down))
 
     def abort_groups(self, groups: Sequence[dist.ProcessGroup | None]) -> None:
-        """Abort groups after the previous step has ended on the device, or after a timeout."""
+        """Abort groups, with their kernels, once the previous step has ended on the device, or
+        after a timeout."""
         streams, last = self._streams, self._last_step
         if streams is not None and last is not None:
             with contextlib.suppress(RuntimeError):  # the device itself is broken
