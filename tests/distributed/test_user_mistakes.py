@@ -458,7 +458,7 @@ MISTAKES = {
     "action missing in a CSV file": Mistake(
         partial(csv_by_path, PROGRAM.replace(",1B1", "")),
         (SCH, SCH),
-        "the backward is missing: 1B1",
+        "1B1 is missing",
         (1,),
     ),
     "deadlock in a CSV file": Mistake(
@@ -468,7 +468,9 @@ MISTAKES = {
         (1,),
     ),
     "mistake in a CSV file that is loaded": Mistake(csv_loaded, (SCH, SCH), "0B", (0,)),
-    "CSV file for more ranks": Mistake(csv_for_a_pipeline, (SCH, SCH), "for 3 ranks", (0,)),
+    "CSV file for more ranks": Mistake(
+        csv_for_a_pipeline, (SCH, SCH), "processes=2, but the program given as schedule has 3", (0,)
+    ),
     "no program": Mistake(
         no_program, (SCH, SCH), r"takes a program, not '1f1b'; penstock.build\('1f1b', ranks=", (1,)
     ),
