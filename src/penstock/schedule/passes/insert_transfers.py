@@ -96,15 +96,17 @@ def _just_ahead(computed: IndexedProgram) -> list[list[int]]:
     messages: dict[tuple[int, int], list[int]] = {}
     for rank, queue in enumerate(computed.queues):
         ahead: int | None = None
+        outgoing: defaultdict[int, list[int]] = defaultdict(list)
         for place, step in enumerate(queue):
             for part in (step,) if step >= 0 else computed.parts(step):
                 row = part // width
                 for offset in receives[row]:
                     post_at[part + offset] = place if ahead is None else ahead
                 for _, to_receive, target in sends[row]:
-                    messages.setdefault((rank, target), []).append(part + to_receive)
+                    outgoing[target].append(part + to_receive)
             if step < 0 or computes[step // width]:
                 ahead = place
+        messages.update({(rank, target): channel for target, channel in outgoing.items()})
     posted: list[dict[int, list[int]]] = [defaultdict(list) for _ in computed.queues]
     for (_, target), channel in messages.items():
         # No receive is posted later than receives of messages sent after it.
@@ -117,10 +119,12 @@ def _just_ahead(computed: IndexedProgram) -> list[list[int]]:
     for queue, before in zip(computed.queues, posted, strict=True):
         merged: list[int] = []
         for place, step in enumerate(queue):
-            merged += before.get(place, ())
+            if place in before:
+                merged += before[place]
             merged.append(step)
             for part in (step,) if step >= 0 else computed.parts(step):
-                merged += [part + offset for offset, _, _ in sends[part // width]]
+                for offset, _, _ in sends[part // width]:
+                    merged.append(part + offset)
         queues.append(merged)
     return queues
 
@@ -169,7 +173,8 @@ def _steps(
     kept = iter(computed)
     steps: list[Step] = []
     for position, number in enumerate(queue):
-        steps += map(index.action, hoisted.get(position, ()))
+        if position in hoisted:
+            steps += map(index.action, hoisted[position])
         transfer = None if number < 0 else transfers[number // width]
         if transfer is None:
             steps.append(next(kept))
