@@ -167,7 +167,7 @@ def test_attributes_are_there_or_the_guide_says_what_to_use() -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", VS)
-def test_what_schedules_tell_is_the_same(name: str) -> None:
+def test_attributes_of_schedules_are_torchs(name: str) -> None:
     told = []
     for library in (penstock, peer):
         stages = [library.PipelineStage(nn.Identity(), i, 2, CPU) for i in range(2)]
@@ -280,9 +280,7 @@ def test_specs_of_another_library_are_refused() -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("format", ["compute_only", "compute_comms"])
 @pytest.mark.parametrize("module_name", ["penstock", "torch.distributed.pipelining.schedules"])
-def test_a_program_is_loaded_from_what_was_dumped(
-    module_name: str, format: str, tmp_path: Path
-) -> None:
+def test_a_program_is_loaded_from_its_dump(module_name: str, format: str, tmp_path: Path) -> None:
     library = importlib.import_module(module_name)
     stage_class = penstock.PipelineStage if library is penstock else peer.PipelineStage
     torch.manual_seed(0)
@@ -327,7 +325,7 @@ def test_traced_stages_take_the_same_calls() -> None:
     assert [n for n in public if not hasattr(penstock.TracedStage, n) and n != "has_backward"] == []
 
 
-def test_what_a_pipe_tells_has_the_same_names() -> None:
+def test_attributes_of_a_pipe_have_torchs_names() -> None:
     assert set(inspect.signature(peer_ir.PipeInfo).parameters) <= set(
         inspect.signature(penstock.PipeInfo).parameters
     )
@@ -364,7 +362,7 @@ def test_the_same_script_cuts_a_model(module_name: str) -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # the peer's own
-def test_what_a_pipe_has_is_there_or_the_guide_says_what_to_use() -> None:
+def test_attributes_of_a_pipe_exist_or_the_guide_names_a_replacement() -> None:
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
     pipes = [
         library.pipeline(

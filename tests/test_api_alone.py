@@ -38,7 +38,7 @@ def test_forward_only_is_found_by_its_names(name: str) -> None:
     assert penstock.get_schedule_class(name) is penstock.ScheduleForwardOnly
 
 
-def test_a_program_is_loaded_as_what_it_is(tmp_path: Path) -> None:
+def test_a_program_is_loaded_by_its_format(tmp_path: Path) -> None:
     stages = [penstock.PipelineStage(nn.Linear(DIM, DIM), i, 2, CPU) for i in range(2)]
     empty = penstock._PipelineScheduleRuntime(stages, 2, nn.MSELoss())
     with pytest.raises(penstock.ScheduleError, match=r"has no program.*_load_csv\(path\)"):
@@ -78,7 +78,7 @@ def test_a_traced_stage_knows_where_its_outputs_go() -> None:
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-def test_what_torch_has_beside_is_told_to_who_imports_it() -> None:
+def test_further_names_of_torch_are_explained_on_import() -> None:
     with pytest.raises(
         ImportError, match=r"'_Action' from 'penstock': use penstock\.Action, whose"
     ):
@@ -90,7 +90,7 @@ def test_what_torch_has_beside_is_told_to_who_imports_it() -> None:
     assert not [n for n in {**OF_MODULE, **OF_STAGE, **OF_SCHEDULE} if f"`{n}`" not in said]
 
 
-def test_what_torch_has_beside_is_told_to_who_asks_for_it() -> None:
+def test_further_names_of_torch_are_explained_on_access() -> None:
     stage: Any = penstock.PipelineStage(nn.Linear(DIM, DIM), 0, 1, torch.device("cpu"))
     schedule: Any = penstock.ScheduleGPipe(stage, 2, nn.MSELoss())
     told = r"'ScheduleGPipe' object .* '_n_microbatches', which torch's has: use n_microbatches \("

@@ -201,7 +201,7 @@ def test_predicted_and_measured_times_are_logged(caplog: pytest.LogCaptureFixtur
         ),
     ],
 )
-def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         Pipeline(layers(), loss_fn=F.mse_loss, **{"schedule": "auto", **options})
 
@@ -216,7 +216,7 @@ def train(rank: int, num_ranks: int) -> str:
     return " | ".join(" ".join(map(str, steps)) for steps in both.pipe.program.ranks)
 
 
-def test_all_processes_run_what_the_first_found() -> None:
+def test_all_processes_run_the_program_of_the_first() -> None:
     programs = [outcome.result() for outcome in run_ranks(train, 2)]
     assert programs[0] == programs[1]
 

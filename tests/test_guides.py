@@ -52,7 +52,7 @@ def generator() -> ModuleType:
 
 
 @pytest.mark.parametrize("name", ["schedules.md", "gallery.md", "cli.md", "sequences.md"])
-def test_what_commands_print_is_what_the_page_says(
+def test_commands_print_the_output_in_the_guide(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every command with its output, and a section with a timeline for each schedule."""

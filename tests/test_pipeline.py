@@ -187,7 +187,7 @@ def test_one_rank_is_a_pipeline_too() -> None:
         ([hand_cut(2)[0], hand_cut(3)[1]], {}, ScheduleError, "disagree on num_stages"),
     ],
 )
-def test_what_does_not_fit(model: Any, options: Any, error: Any, told: str) -> None:
+def test_values_that_do_not_fit(model: Any, options: Any, error: Any, told: str) -> None:
     with pytest.raises(error, match=told):
         Pipeline(model, loss_fn=F.mse_loss, **({"n_microbatches": 2} | options))
 
@@ -237,14 +237,14 @@ def test_a_program_as_schedule() -> None:
         (hand_cut(2), {}, "stages=2, but the program .*has 4"),
     ],
 )
-def test_what_does_not_fit_a_program(model: Any, options: Any, told: str) -> None:
+def test_values_that_do_not_fit_a_program(model: Any, options: Any, told: str) -> None:
     """Above all, no layer is left out because the program has fewer stages."""
     program = penstock.build("looped-bfs", ranks=2, microbatches=3, virtual=2)
     with pytest.raises(ScheduleError, match=told):
         Pipeline(model, loss_fn=F.mse_loss, schedule=program, **options)
 
 
-def test_eight_microbatches_unless_told_otherwise() -> None:
+def test_eight_microbatches_by_default() -> None:
     both = Twins(mlp(2), F.mse_loss, ranks=2)
     inputs, target = features(9, 0)
     both.step(inputs, target=target)

@@ -41,7 +41,7 @@ def test_a_page_gets_the_figures_and_keeps_the_rest(tmp_path: Path) -> None:
     assert lines[0] == "# Performance"
 
 
-def test_what_was_not_measured_stays_in_the_page(tmp_path: Path) -> None:
+def test_unmeasured_figures_stay_in_the_page(tmp_path: Path) -> None:
     page = tmp_path / "performance.md"
     page.write_text(PAGE.read_text(encoding="utf-8"), encoding="utf-8")
     before = rows(page)

@@ -151,9 +151,7 @@ def test_a_saved_trace_is_read_back(tmp_path: Path) -> None:
         assert (read.start, read.end) == pytest.approx((saved.start, saved.end))
 
 
-def test_a_trace_is_laid_beside_its_own_program_simulated(
-    penstock: Command, tmp_path: Path
-) -> None:
+def test_a_trace_is_compared_with_its_simulated_program(penstock: Command, tmp_path: Path) -> None:
     save_perfetto(measured(), tmp_path / "trace.json")
     page = tmp_path / "page.html"
     assert penstock("render", str(tmp_path / "trace.json"), "-o", str(page)).code == 0
@@ -179,7 +177,7 @@ def recorded(schedule: str) -> Trace:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipev", "po-h", "po-f"])
-def test_a_recorded_step_is_laid_beside_its_own_program_simulated(
+def test_a_recorded_step_is_compared_with_its_simulated_program(
     penstock: Command, tmp_path: Path, schedule: str
 ) -> None:
     ran = build(schedule, ranks=2, microbatches=6)

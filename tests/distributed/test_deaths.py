@@ -78,7 +78,7 @@ def ask_over_a_broken_connection(rank: int, num_ranks: int) -> str | None:
     return "nothing was raised"
 
 
-def test_what_can_not_even_be_asked_is_a_lost_peer() -> None:
+def test_an_unreachable_rank_is_a_lost_peer() -> None:
     _, second = run_ranks(ask_over_a_broken_connection, 2)
     assert second.result().startswith("rank 1: the connection to rank 0 broke"), second.result()
 

@@ -55,7 +55,9 @@ def fail_in_one(
     ("wrap", "culprit", "after"),
     [("ddp", 1, 1), ("ddp", 2, 6), ("fsdp", 2, 1), ("fsdp", 1, 6), ("replicate", 0, 6)],
 )
-def test_a_raise_in_one_replica_is_told_in_the_others(wrap: str, culprit: int, after: int) -> None:
+def test_an_error_in_one_replica_is_raised_in_the_others(
+    wrap: str, culprit: int, after: int
+) -> None:
     outcomes = run_ranks(fail_in_one, NUM_PROCESSES, culprit, "raise", wrap, after)
     for process, outcome in enumerate(outcomes):
         *whole, broken, again = (Attempt(*told) for told in outcome.result())

@@ -284,7 +284,7 @@ class Beside:
         return [failing, other, failing, other]
 
 
-def test_a_schedule_beside_one_that_failed_says_so() -> None:
+def test_a_schedule_next_to_a_failed_one_says_so() -> None:
     for *whole, failed, other in played((Beside(),), 2)[Beside()]:
         assert [each.kind for each in whole] == [None, None]
         assert "it burst" in failed.message
@@ -314,7 +314,7 @@ class Ended:
         return [step, end if rank == 1 else step]
 
 
-def test_what_ends_a_process_between_steps_is_told() -> None:
+def test_the_error_that_ends_a_process_between_steps_reaches_its_peers() -> None:
     (_, waited), (_, ended) = played((Ended(),), 2)[Ended()]
     assert ended.kind is None, ended.message
     assert waited.kind == "PeerError"

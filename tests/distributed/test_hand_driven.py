@@ -140,5 +140,5 @@ def outputs_meta_after_a_step(rank: int, num_ranks: int) -> list[list[int]]:
     return [list(t.shape) for t in stage.get_outputs_meta()] if rank == 0 else []
 
 
-def test_a_schedules_step_tells_a_stage_its_shapes() -> None:
+def test_a_schedules_step_records_the_shapes_of_a_stage() -> None:
     assert run_ranks(outputs_meta_after_a_step, 2)[0].result() == [[3, DIM]]

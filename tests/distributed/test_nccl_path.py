@@ -252,7 +252,7 @@ def test_a_group_is_made_in_the_order_asked_for_whatever_else_ranks_are_in() -> 
     "dtype", [torch.complex64, torch.int16, torch.float8_e4m3fn, torch.float32, torch.bool]
 )
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
-def test_what_nccl_does_not_know_travels_as_bytes_of_the_same_memory(
+def test_dtypes_unknown_to_nccl_travel_as_bytes_of_the_same_memory(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     sent = torch.arange(6.0)[: max(1, 6 * (shape != ()))].to(dtype)

@@ -285,7 +285,7 @@ def refused_in_a_step(rank: int, module: Any, has_hook: bool) -> str:
     return str(caught.value)
 
 
-def test_what_can_not_be_pipelined_is_refused() -> None:
+def test_unsupported_wrappers_are_refused() -> None:
     for outcome in run_ranks(refused, 4):
         ddp, fsdp1, *in_steps, first_sum, second_sum = outcome.result()
         assert "wrapped in DDP with mixed_precision=" in ddp
@@ -344,7 +344,7 @@ def shard_around_a_class(rank: int, num_ranks: int) -> list[str]:
     ]
 
 
-def test_what_fsdp_does_not_look_into_is_reduced_all_the_same() -> None:
+def test_parameters_ignored_by_fsdp_are_reduced_all_the_same() -> None:
     """It hears of a backward by the tensors of its module's output, as far as it sees them."""
     for outcome in run_ranks(shard_around_a_class, 2):
         assert outcome.result() == []

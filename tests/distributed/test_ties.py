@@ -137,12 +137,12 @@ def test_a_checkpoint_of_shared_parameters_is_the_plain_models(tmp_path: Any) ->
         ("hook", "has a post-accumulate-grad hook"),
     ],
 )
-def test_what_can_not_be_shared_is_told_on_every_rank(fault: str, told: str) -> None:
+def test_invalid_ties_are_an_error_on_every_rank(fault: str, told: str) -> None:
     for outcome in run_ranks(sharing.faulty, 2, fault):
         assert told in outcome.result()
 
 
-def test_a_rank_that_fails_before_the_sum_is_told_to_the_others() -> None:
+def test_an_error_before_the_sum_is_raised_on_the_other_ranks() -> None:
     outcomes = [outcome.result() for outcome in run_ranks(sharing.fail_in_backward, 2)]
     assert [error_type for error_type, _, _ in outcomes] == ["StageError", "PeerError"]
     for _, message, grad_is_kept in outcomes:
@@ -151,7 +151,7 @@ def test_a_rank_that_fails_before_the_sum_is_told_to_the_others() -> None:
         assert grad_is_kept
 
 
-def test_a_shared_buffer_that_is_written_is_told_to_ranks_without_the_layer() -> None:
+def test_a_write_to_a_shared_buffer_is_an_error_on_ranks_without_the_layer() -> None:
     for outcome in run_ranks(sharing.write_shared_buffer, 2):
         kind, message = outcome.result()
         assert kind == "PartitionError"

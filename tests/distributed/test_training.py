@@ -95,7 +95,7 @@ def test_schedules_run_as_one_device_does(ranks: int, schedule: str) -> None:
     ("schedule", "ranks", "dynamic_shapes"),
     [("gpipe", 4, False), ("zbv", 2, False), ("zbv", 2, True), ("interleaved-1f1b", 2, True)],
 )
-def test_what_crosses_is_never_pickled(schedule: str, ranks: int, dynamic_shapes: bool) -> None:
+def test_boundary_values_are_never_pickled(schedule: str, ranks: int, dynamic_shapes: bool) -> None:
     names = list(CROSSINGS)
     for rank, told in enumerate(results(workers.cross, ranks, names, schedule, dynamic_shapes)):
         for name, wrong in zip(names, told, strict=True):
@@ -120,7 +120,7 @@ def test_unfrozen_from_the_last_layer_down(schedule: str, virtual: int) -> None:
         assert not wrong, wrong
 
 
-def test_what_crosses_changes_from_step_to_step() -> None:
+def test_boundary_values_change_from_step_to_step() -> None:
     schedules = ["gpipe", "1f1b"]
     for rank, told in enumerate(results(workers.restless, 3, schedules)):
         for schedule, wrong in zip(schedules, told, strict=True):

@@ -107,7 +107,7 @@ def wrong(rank: int, num_ranks: int, fault: str) -> str:
         ("outputs", "the first call (rank 0: step() with outputs"),
     ],
 )
-def test_what_is_wrong_on_one_end_is_told_on_both(fault: str, told: str) -> None:
+def test_an_error_at_one_end_is_raised_at_both(fault: str, told: str) -> None:
     for outcome in run_ranks(wrong, 2, fault):
         assert told in outcome.result()
 

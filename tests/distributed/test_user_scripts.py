@@ -201,6 +201,6 @@ def told() -> list[dict[str, list[bool]]]:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_does_what_it_says_on_every_rank(name: str) -> None:
+def test_a_script_gives_the_documented_result_on_every_rank(name: str) -> None:
     for rank, right in enumerate(told()):
         assert all(right[name]), f"rank {rank}: {right[name]}"

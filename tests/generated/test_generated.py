@@ -74,7 +74,7 @@ def test_all_features_come_up_and_can_be_switched_off() -> None:
 
 
 @pytest.mark.parametrize("spoiled", ["loss", "gradient", "buffer"])
-def test_what_differs_is_told(spoiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differences_are_named(spoiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By one bit in the last place, or by a term that is not there."""
     case = draw_case(0, WITHOUT)
     step = Step(rows=4, length=4, seed=0, update=False, zero="")

@@ -137,7 +137,7 @@ def fail(rank: int, num_ranks: int) -> tuple[str, float]:
     raise AssertionError("nothing was raised")
 
 
-def test_a_failure_is_told_everywhere_and_leaves_no_device_waiting() -> None:
+def test_a_failure_reaches_all_ranks_and_leaves_no_device_waiting() -> None:
     for outcome in run_ranks(fail, RANKS, timeout_s=120):
         message, elapsed_s = outcome.result()
         assert "rank 1, stage 1, microbatch 2" in message and "on purpose" in message

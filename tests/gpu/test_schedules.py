@@ -50,7 +50,7 @@ def test_buffers_are_written_once(name: str) -> None:
 
 @pytest.mark.parametrize("way", [recompute, offload])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zbv", "dualpipev"])
-def test_what_is_recomputed_or_offloaded_trains_right(name: str, way: Any) -> None:
+def test_recomputed_and_offloaded_activations_train_right(name: str, way: Any) -> None:
     """Offloaded activations go through pinned memory, on streams beside the compute."""
     program = way(build(name, ranks=2, microbatches=6))
     both = twins(gpt(max(3, program.num_stages)), token_loss, program)

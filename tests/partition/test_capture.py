@@ -154,7 +154,7 @@ def test_stages_by_hand_take_the_models_arguments() -> None:
         torch.testing.assert_close(again(**half, scale=2.0).loss, loss)
 
 
-def test_shared_parameters_are_told_and_stay_one() -> None:
+def test_shared_parameters_are_listed_and_stay_shared() -> None:
     pair = everything()
     assert pair.cut.shared == ({0: "embed.weight", 3: "head.weight"},)
     assert pair.cut.info().shared == pair.cut.shared
@@ -346,7 +346,7 @@ class InPlace(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_writing_into_what_comes_over_a_cut(schedule: str) -> None:
+def test_writes_into_received_values(schedule: str) -> None:
     pair = Pair(InPlace(), (torch.randn(2, DIM),))
     assert len(pair.modules) == 3
     pair.train(F.mse_loss, torch.randn(8, DIM), target=torch.zeros(8, DIM), schedule=schedule)
@@ -483,7 +483,7 @@ class Values(nn.Module):
         return out * longest
 
 
-def test_sizes_that_only_data_tells() -> None:
+def test_data_dependent_sizes() -> None:
     torch.manual_seed(0)
     x, lengths = torch.randn(4, DIM), torch.tensor([3, 1, 2, 2])
     pair = Pair(

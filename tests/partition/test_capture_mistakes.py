@@ -142,7 +142,7 @@ def differentiates(model: Of, x: Tensor) -> Tensor:
         (hooked, r"in hooked.*registers a hook on a tensor, .* or cut by module"),
     ],
 )
-def test_what_a_graph_would_lose_is_refused(compute: Any, told: str) -> None:
+def test_effects_that_a_graph_would_lose_are_refused(compute: Any, told: str) -> None:
     with pytest.raises(PartitionError, match=told):
         pipeline(Of(compute), (X,))
 
@@ -161,7 +161,7 @@ def test_backward_hooks_of_modules_are_refused_where_they_are_traced_into() -> N
         pipeline(model, (X,))
 
 
-def test_what_was_patched_for_the_capture_is_as_before() -> None:
+def test_patches_of_the_capture_are_undone() -> None:
     before = (torch.autograd.Function.__dict__["apply"], Tensor.register_hook, torch.autograd.grad)
     for compute in (hooked, lambda m, x: m.layers[0](x)):
         with suppress(PartitionError):
@@ -254,7 +254,7 @@ def keeps_for_this_call(model: Keeps, x: Tensor) -> Tensor:
         (keeps_for_this_call, "the forward changes {}last, "),
     ],
 )
-def test_what_is_kept_for_the_next_call_is_refused(keep: Any, told: str, where: str) -> None:
+def test_values_kept_for_the_next_call_are_refused(keep: Any, told: str, where: str) -> None:
     """A graph would do in every microbatch what the example's call did."""
     inner = Keeps(keep)
     model = inner
@@ -423,7 +423,7 @@ def cut_in_training(model: Of, x: Tensor) -> Tensor:
     return model.layers[1](x)
 
 
-def test_a_mode_that_can_not_be_captured_is_told_when_it_is_asked_for() -> None:
+def test_an_uncapturable_mode_is_an_error_when_requested() -> None:
     cut = pipeline(Of(trains_only), (X,))
     assert cut(X).shape == (2, 4)
     with pytest.raises(StageError, match=r"captured in train mode, and can't be in eval mode: .*"):
@@ -498,7 +498,7 @@ def test_tensors_in_an_object_are_not_built_in() -> None:
         split_by_module(model, ["layers.1"], (Graphs(),))
 
 
-def test_what_no_stage_can_pass_on_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_values_that_no_stage_can_pass_on_are_one_error(caplog: pytest.LogCaptureFixture) -> None:
     """Though training and evaluation are captured apart."""
     model = Of(lambda m, x: {"out": m.layers[1](m.layers[0](x)), "cache": object()})
     cut = pipeline(model, (X,), split_spec=cuts_before("layers.1"))

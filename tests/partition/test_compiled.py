@@ -15,7 +15,7 @@ from penstock.partition.forward.by_module import NotByModule, split_by_module
 from penstock.testing.compare import assert_same, snapshot
 from tests.partition.capturing import cuts_before
 from tests.partition.odd_models import DIM, NetBase
-from tests.partition.test_code_between import X, trains_alike
+from tests.partition.test_top_level_forward import X, trains_alike
 
 
 class Outer(nn.Module):

@@ -135,7 +135,7 @@ class Again(NetBase):
         return self.head(x)
 
 
-def test_what_is_not_by_module_is_captured(caplog: pytest.LogCaptureFixture) -> None:
+def test_models_not_cut_by_module_are_captured(caplog: pytest.LogCaptureFixture) -> None:
     plain = copy.deepcopy(model := Again())
     with caplog.at_level(logging.INFO, "penstock"):
         pipe = Pipeline(model, loss_fn=square, ranks=2, example=(X[:3],), n_microbatches=2)
@@ -211,7 +211,7 @@ def test_a_layer_in_several_places_of_a_list_counts_in_each_where_it_is_captured
         ["head", "blocks.1", "blocks.2.0", "blocks.3"],
     ],
 )
-def test_a_captured_stage_begins_with_what_runs_first(later: list[str]) -> None:
+def test_a_captured_stage_begins_with_the_first_operations(later: list[str]) -> None:
     plain = copy.deepcopy(model := Again())
     split = [["embed", "blocks.0"], later]
     pipe = Pipeline(model, loss_fn=square, split=split, example=(X[:3],), n_microbatches=2)
@@ -270,7 +270,7 @@ def test_a_step_without_any_loss_is_refused(model_type: type[NetBase]) -> None:
     assert pipe.eval(X).shape == (len(X), DIM)
 
 
-def test_what_is_neither_says_both() -> None:
+def test_models_that_neither_method_cuts_name_both_errors() -> None:
     class Worse(Again):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x if x.sum() > 0 else -x)
@@ -304,12 +304,12 @@ def test_what_is_neither_says_both() -> None:
         ({"ranks": 6}, PartitionError, "4 layers can't make 6 stages"),
     ],
 )
-def test_what_does_not_fit(options: Any, error: Any, told: str) -> None:
+def test_values_that_do_not_fit(options: Any, error: Any, told: str) -> None:
     with pytest.raises(error, match=told):
         Pipeline(NetBase(), loss_fn=square, n_microbatches=2, **options)
 
 
-def test_a_model_without_repeated_blocks_is_told_of_auto() -> None:
+def test_a_model_without_repeated_blocks_is_pointed_to_auto() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -15,7 +15,7 @@ class Adds(nn.Module):
         return [left.view(-1, 4) + right]
 
 
-def test_what_a_program_takes_for_granted_is_checked() -> None:
+def test_assumptions_of_a_program_are_checked() -> None:
     auto = torch.export.Dim.AUTO
     example = [torch.ones(6, 2), torch.ones(3, 4)]
     shapes = ([{0: auto, 1: auto}, {0: auto, 1: auto}],)

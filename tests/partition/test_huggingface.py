@@ -43,7 +43,7 @@ def test_an_auxiliary_loss_of_parts_on_all_stages(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
-def test_what_is_collected_crosses(asked: str) -> None:
+def test_collected_values_cross(asked: str) -> None:
     case = REAL_MODELS["bert"]
     model = case.model()
     model.set_attn_implementation("eager")

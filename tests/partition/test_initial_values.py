@@ -178,14 +178,14 @@ def test_a_function_meets_the_whole_model_and_its_children_first() -> None:
     assert torch.equal(dict(pipe.named_buffers())["order"], torch.arange(32))
 
 
-def test_buffers_that_no_state_holds_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+def test_non_persistent_buffers_are_distinguished(caplog: pytest.LogCaptureFixture) -> None:
     """Whole numbers as well: zeros would be taken for positions without a word."""
     with caplog.at_level(logging.WARNING, "penstock"):
         Pipeline(net_on_meta(), ranks=2, n_microbatches=1)
     assert "the buffers shift, order, which are in no state either" in caplog.text
 
 
-def test_what_another_part_has_values_for_keeps_them() -> None:
+def test_values_of_submodules_are_kept() -> None:
     model = net_on_meta()
     model.layers[1] = Parent()
     kept = model.layers[1].inner.weight.detach().clone()

@@ -30,7 +30,7 @@ def test_modules_initialize_themselves() -> None:
     assert pipe.eval(torch.ones(2, DIM)).isfinite().all()
 
 
-def test_by_a_function_of_ones_own() -> None:
+def test_by_a_users_function() -> None:
     def fill(module: nn.Module) -> None:
         for param in module.parameters(recurse=False):
             param.fill_(0.25)

@@ -55,7 +55,7 @@ def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
     assert Plan.load(path) == PLAN
 
 
-def test_what_the_file_looks_like() -> None:
+def test_the_form_of_the_file() -> None:
     plan = Plan(stages=(("embed", "layers.0"), ("layers.1", "head")), model="Tiny", made="by hand")
     assert plan.to_toml().splitlines() == [
         "penstock_plan = 1",
@@ -133,7 +133,7 @@ def test_any_plan_comes_back(data: st.DataObject) -> None:
         ({"stage": [{"modules": ["a"], "time_s": float("nan")}]}, "time_s of stage 0 .* is nan"),
     ],
 )
-def test_what_is_no_plan(change: dict[str, Any], told: str) -> None:
+def test_values_that_are_no_plan(change: dict[str, Any], told: str) -> None:
     with pytest.raises(PartitionError, match=told):
         Plan.from_dict(PLAN.to_dict() | change)
 
@@ -147,7 +147,7 @@ def test_what_is_no_plan(change: dict[str, Any], told: str) -> None:
         ("plan.toml", None, "plan.toml: no such plan"),
     ],
 )
-def test_what_is_no_file_of_a_plan(name: str, text: str | None, told: str, tmp_path: Path) -> None:
+def test_files_that_are_no_plan(name: str, text: str | None, told: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(PartitionError, match=told):
@@ -198,7 +198,7 @@ def test_a_plan_fits_its_model() -> None:
     PLAN.check(Tiny().to("meta"))
 
 
-def test_a_plan_for_another_model_names_what_is_wrong() -> None:
+def test_a_plan_for_another_model_names_the_differences() -> None:
     model = Tiny()
     model.layers.append(nn.Linear(2, 2))
     plan = Plan(stages=(("embed", "layers.0"), ("layers.1", "layers.7", "head")), model="Other")
@@ -225,7 +225,7 @@ def test_one_name_of_a_tied_parameter_is_enough() -> None:
     Plan(stages=(("embed", "layers.0"), ("layers.1",))).check(model)
 
 
-def test_a_parameter_beside_the_modules_is_named_itself() -> None:
+def test_a_parameter_outside_the_modules_is_named_itself() -> None:
     model = Tiny()
     model.register_parameter("scale", nn.Parameter(model.head.bias.detach()))
     with pytest.raises(PartitionError, match="no stage holds the parameters scale"):

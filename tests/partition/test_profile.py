@@ -151,7 +151,7 @@ def test_units(model: nn.Module, names: list[str]) -> None:
     assert [unit.name for unit in leaf_modules(model)] == names
 
 
-def test_what_runs_between_layers_goes_with_its_own() -> None:
+def test_modules_between_layers_join_their_trunk() -> None:
     """The norm that ends an encoder goes with it, what opens the decoder with that."""
     encoder = nn.ModuleDict({"layers": nn.ModuleList([Layer(), Layer()]), "norm": nn.LayerNorm(2)})
     decoder = nn.ModuleDict({"embed": nn.LayerNorm(2), "layers": nn.ModuleList([Layer(), Layer()])})
@@ -170,7 +170,7 @@ def test_what_runs_between_layers_goes_with_its_own() -> None:
     ]
 
 
-def test_what_is_large_between_layers_is_a_block() -> None:
+def test_large_modules_between_layers_are_blocks() -> None:
     down, up = nn.ModuleList([Layer(), Layer()]), nn.ModuleList([Layer(), Layer()])
     model = nn.ModuleDict({"down": down, "middle": Layer(), "up": up})
     found = gather(leaf_modules(model), ["down.0", "down.1", "middle", "up.0", "up.1"])
@@ -264,7 +264,7 @@ class Skipping(nn.Module):
         return self.layers[2](first, hidden)
 
 
-def test_what_crosses_is_all_that_later_blocks_take() -> None:
+def test_boundary_values_are_all_inputs_of_later_blocks() -> None:
     measured = profile(Skipping(), torch.ones(5, DIM), runs=1)
     tensor = "float32[5,8]"
     # The table and the input; the table and the first result; the first and the second result.
@@ -289,7 +289,7 @@ class Joining(nn.Module):
         return self.layers[3](torch.cat([first, hidden])[:5] * 2)
 
 
-def test_what_is_joined_between_modules_crosses_too() -> None:
+def test_values_joined_between_modules_cross_too() -> None:
     measured = profile(Joining(), torch.ones(5, DIM), runs=1)
     assert [len(block.sends) for block in measured.blocks] == [1, 2, 2, 0]
 
@@ -342,7 +342,7 @@ class Noisy(nn.Module):
         return self.drop(self.norm(x)) * random.random()
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_the_model_is_left_unchanged() -> None:
     torch.manual_seed(0)
     model = Noisy()
     seen: list[Tensor] = []
@@ -368,7 +368,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_what_runs_again_in_the_backward_is_left_as_it_was(reentrant: bool) -> None:
+def test_modules_recomputed_in_the_backward_are_left_unchanged(reentrant: bool) -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -385,7 +385,7 @@ def test_what_runs_again_in_the_backward_is_left_as_it_was(reentrant: bool) -> N
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 
-def test_what_modules_keep_on_themselves_is_left_as_it_was() -> None:
+def test_attributes_of_modules_are_restored() -> None:
     """A recurrent layer keeps its weights in a list, too, by which it would run on ours."""
 
     class Recurrent(nn.Module):
@@ -406,7 +406,7 @@ def test_what_modules_keep_on_themselves_is_left_as_it_was() -> None:
     assert all(one is other for one, other in zip(weights, model[1].gru.parameters(), strict=True))
 
 
-def test_a_failing_model_is_left_as_it_was_too() -> None:
+def test_a_failing_model_is_left_unchanged_too() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(3, 3))
     with pytest.raises(RuntimeError, match="shapes"):
         profile(model, torch.ones(1, 2))
@@ -423,7 +423,7 @@ def test_it_measures_within_no_grad_too() -> None:
 # --- progress, files, mistakes -----------------------------------------------------------------
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     told: list[tuple[int, int, str]] = []
     profile(Tiny(), tokens(), runs=2, progress=lambda *step: told.append(step))
     assert told == [
@@ -462,7 +462,7 @@ def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
         (None, "no such profile"),
     ],
 )
-def test_what_is_no_profile(content: str | None, told: str, tmp_path: Path) -> None:
+def test_values_that_are_no_profile(content: str | None, told: str, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     if content is not None:
         path.write_text(content)
@@ -518,7 +518,7 @@ class Slopes(nn.Module):
         ([nn.ReLU(), torch.relu], tokens(), "builtin_function"),
     ],
 )
-def test_what_cannot_be_measured(model: Any, example: Any, told: str) -> None:
+def test_models_that_cannot_be_measured(model: Any, example: Any, told: str) -> None:
     with pytest.raises(PartitionError, match=told):
         profile(model, example)
 
@@ -616,7 +616,7 @@ def test_uneven_real_models_come_out_at_the_optimum(name: str) -> None:
         assert max(by_rank) == pytest.approx(found.bottleneck_s)
 
 
-def test_a_layer_used_several_times_stays_what_it_is() -> None:
+def test_a_layer_used_several_times_keeps_its_parameters() -> None:
     """``functional_call`` would leave another parameter in it: three names for one place."""
     layer = nn.Linear(4, 4)
     model = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), layer)

@@ -47,7 +47,7 @@ def test_any_program_with_any_stages_frozen(program: Program, frozen: set[int]) 
 
 
 @given(computed_programs(backward=True, max_stages=4, max_microbatches=3))
-def test_any_program_with_batch_norm_agrees_on_what_depends_on_no_order(program: Program) -> None:
+def test_any_program_with_batch_norm_agrees_on_order_independent_values(program: Program) -> None:
     """Running statistics do depend on the order of forwards; gradients and counts do not."""
     model = nn.Sequential(*(ConvNorm(3) for _ in range(program.num_stages)))
     for norm in model.modules():

@@ -76,7 +76,7 @@ def test_tensors_are_moved_and_all_else_stays() -> None:
     assert not is_placed(batch) and is_placed(found)
 
 
-def test_what_can_move_itself_does() -> None:
+def test_objects_with_a_to_method_are_moved() -> None:
     def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
         return q >= k
 
@@ -88,7 +88,7 @@ def test_what_can_move_itself_does() -> None:
     assert found["mask"].kv_num_blocks.device == META
 
 
-def test_a_pipeline_moves_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_moves_its_inputs_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """To a device that computes nothing here: what arrives is looked at, and that is all."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     pipe = Pipeline(model, loss_fn=F.mse_loss, schedule="1f1b", n_microbatches=2, split=[1, 1])

@@ -48,7 +48,7 @@ def test_uneven_cuts_draw_alike() -> None:
     compare_dropout(6, schedule="1f1b", ranks=3, split=[1, 4, 1])
 
 
-def test_what_is_recomputed_draws_the_same_again() -> None:
+def test_recomputation_draws_the_same_numbers() -> None:
     program = build("1f1b", ranks=2, microbatches=MICROBATCHES)
     compare_dropout(4, schedule=recompute(program), ranks=2)
 
@@ -106,13 +106,13 @@ def test_a_failing_forward_leaves_the_generator_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_boundaries_that_are_told_in_advance_are_refused() -> None:
+def test_boundaries_given_in_advance_are_refused() -> None:
     stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"), input_args=torch.ones(1, 2))
     with pytest.raises(ScheduleError, match="leave input_args and output_args out"):
         Pipeline([stage], loss_fn=F.mse_loss, n_microbatches=1, microbatch_rng=True)
 
 
-def test_pieces_of_sequences_draw_alike_on_any_number_of_ranks() -> None:
+def test_sequence_chunks_draw_alike_on_any_number_of_ranks() -> None:
     found = []
     for ranks in (1, 2, 4):
         model = causal(4)

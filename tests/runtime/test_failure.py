@@ -98,7 +98,7 @@ class Falsy(Exception):
         return 0
 
 
-def test_whatever_was_raised_can_be_told() -> None:
+def test_any_exception_can_be_reported() -> None:
     told = cause_of(Untellable(), 1, (0, 1))
     assert told.kind == "Untellable"
     assert "its message can't be shown: __str__ raised KeyboardInterrupt" in told.message

@@ -375,7 +375,7 @@ def test_nothing_of_a_step_is_held_after_it(schedule: str) -> None:
         gc.enable()
 
 
-def test_a_sent_output_is_let_go() -> None:
+def test_a_sent_output_is_freed() -> None:
     """Of what a stage has sent on, only the edge of its graph is kept until the backward."""
     refs: list[weakref.ref[Any]] = []
     alive: list[int] = []

@@ -83,7 +83,7 @@ def test_a_loss_of_one_element(shape: tuple[int, ...]) -> None:
         (lambda out, target: F.mse_loss(out, target) * 1j, r"complex64\), expected a real one"),
     ],
 )
-def test_what_is_no_loss(loss_fn: Any, told: str) -> None:
+def test_values_that_are_no_loss(loss_fn: Any, told: str) -> None:
     inputs, target = features(6, 0)
     with pytest.raises(StageError, match=told) as caught:
         twins(loss_fn=loss_fn).pipe.step(inputs, target=target)
@@ -125,7 +125,7 @@ def test_targets_of_any_tree() -> None:
     both.step(inputs, target={"wanted": wanted, "how": (torch.rand(7, 1), 2)})
 
 
-def test_a_missing_target_is_told_before_anything_runs() -> None:
+def test_a_missing_target_is_an_error_before_anything_runs() -> None:
     both = twins()
     inputs, target = features(6, 0)
     with pytest.raises(StageError, match="no target"):
@@ -135,7 +135,7 @@ def test_a_missing_target_is_told_before_anything_runs() -> None:
     both.step(inputs, target=target)
 
 
-def test_missing_inputs_are_told_before_anything_runs() -> None:
+def test_missing_inputs_are_an_error_before_anything_runs() -> None:
     both = twins()
     inputs, target = features(6, 0)
     with pytest.raises(StageError, match="no inputs"):

@@ -183,7 +183,7 @@ def test_models_and_splits_that_are_none(make: Callable[[], object], said: str) 
         ),
     ],
 )
-def test_what_is_no_program(make: Callable[[], object], said: str) -> None:
+def test_values_that_are_no_program(make: Callable[[], object], said: str) -> None:
     with pytest.raises(ScheduleError, match=said):
         make()
 
@@ -289,7 +289,7 @@ def test_a_loss_with_metrics_is_accepted() -> None:
         ),
     ],
 )
-def test_steps_without_what_they_need(
+def test_steps_without_required_arguments(
     call: Callable[[Pipeline], object], kind: type[Exception], said: str
 ) -> None:
     with pytest.raises(kind, match=said):
@@ -313,7 +313,7 @@ def test_a_step_that_trains_nothing_needs_no_gradients(
         torch.testing.assert_close(cls(stage, 4).step(BATCH), stage.submod(BATCH))
 
 
-def test_a_step_may_be_told_to_compute_gradients_under_no_grad() -> None:
+def test_a_step_can_compute_gradients_under_no_grad() -> None:
     (stage,) = make_stages([0], 1)
     schedule = ScheduleInterleaved1F1B([stage], 4, mse, backward_requires_autograd=False)
     with torch.no_grad():
@@ -437,7 +437,7 @@ def test_a_program_for_other_ranks() -> None:
         ScheduleProgram(make_stages([0], 3) + make_stages([2], 3), program, mse)
 
 
-def test_a_program_of_another_placement_is_told_from_its_text() -> None:
+def test_a_program_of_another_placement_is_recognized_by_its_text() -> None:
     with pytest.raises(ScheduleError, match="2 rows; the placement has 3 ranks"):
         parse_csv(GOOD, placement=linear(3))
 

@@ -41,7 +41,9 @@ def halved(program: Program) -> Program:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("splits", [2, 3])
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
-def test_gradients_are_those_of_whole_sequences(ranks: int, splits: int, microbatches: int) -> None:
+def test_gradients_equal_those_of_unsplit_sequences(
+    ranks: int, splits: int, microbatches: int
+) -> None:
     program = build("seq1f1b", ranks=ranks, microbatches=microbatches, splits=splits)
     compare_steps(causal(max(4, ranks)), program, length=6, rows=2)
 
@@ -80,7 +82,7 @@ def test_any_placement_and_any_order_will_do() -> None:
     compare_steps(causal(6), program, length=4)
 
 
-def test_uneven_pieces_are_for_sums() -> None:
+def test_uneven_sequence_chunks_need_summed_losses() -> None:
     program = build("seq1f1b", ranks=2, microbatches=2, splits=2)
     inputs, target = token_batch(2, 5, 0)
     pipe = Pipeline(causal(4), loss_fn=token_loss, schedule=program)
@@ -173,7 +175,7 @@ def test_state_may_be_passed_through_unused_or_without_a_gradient() -> None:
         torch.testing.assert_close(mine.scale.grad, theirs.scale.grad)
 
 
-def test_states_are_let_go() -> None:
+def test_states_are_freed() -> None:
     seen: list[weakref.ref[Tensor]] = []
 
     class Watched(Block):
@@ -207,7 +209,7 @@ def two(*modules: nn.Module, **options: Any) -> Pipeline:
     )
 
 
-def test_layers_that_see_pieces_alone_are_refused() -> None:
+def test_layers_that_need_whole_sequences_are_refused() -> None:
     class Plain(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x
@@ -227,7 +229,7 @@ def test_stages_without_a_state_are_refused() -> None:
         Pipeline([stage], schedule="seq1f1b", n_microbatches=1)
 
 
-def test_models_of_their_own_forward_are_refused() -> None:
+def test_models_with_a_forward_of_their_own_are_refused() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -243,7 +245,7 @@ def test_models_of_their_own_forward_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("returned", "told"), [("x", "Tensor"), ("(x, x, x)", "3 values")])
-def test_a_module_that_returns_no_state_is_told(returned: str, told: str) -> None:
+def test_a_module_that_returns_no_state_is_an_error(returned: str, told: str) -> None:
     class Odd(nn.Module):
         def forward(self, x: Tensor, state: Any = None) -> Any:
             return eval(returned)

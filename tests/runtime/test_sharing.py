@@ -94,7 +94,7 @@ def test_clipping_counts_one_of_two_objects() -> None:
     torch.testing.assert_close(modules[0].weight.grad, modules[3].weight.grad)
 
 
-def test_what_is_no_longer_shared_counts_again() -> None:
+def test_memory_that_is_no_longer_shared_counts_again() -> None:
     modules = make_modules()
     weight: Any = modules[3].weight
     pipes = [

@@ -31,7 +31,7 @@ def test_one_process_is_one_rank() -> None:
     assert penstock.ScheduleInterleaved1F1B.stage_ids(virtual=3) == (0, 1, 2)
 
 
-def test_what_can_not_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ScheduleError, match="rank 4 of 4 ranks does not exist"):
         penstock.Schedule1F1B.stage_ids(4, num_ranks=4)
     with pytest.raises(ScheduleError, match=r"takes even P.*nearest that do are ranks=4"):

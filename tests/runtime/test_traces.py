@@ -53,7 +53,7 @@ def test_the_program_that_is_shown_is_the_one_that_runs(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
-def test_every_computation_has_one_span_and_waits_for_what_it_needs(schedule: str) -> None:
+def test_every_computation_has_one_span_and_waits_for_its_prerequisites(schedule: str) -> None:
     pipe = made(schedule)
     inputs, target = features(6, 0)
     for _ in range(2):

@@ -150,7 +150,7 @@ def test_stages_in_a_number_that_does_not_fit_are_refused(schedule: str) -> None
 
 
 @pytest.mark.parametrize("schedule", BIDIRECTIONAL)
-def test_inputs_and_targets_are_asked_for(schedule: str) -> None:
+def test_missing_inputs_and_targets_are_an_error(schedule: str) -> None:
     both = twins("mlp", schedule, 2, 4)
     inputs, target = CASES["mlp"].batch(8, 0)
     with pytest.raises(StageError, match="no inputs"):

@@ -34,13 +34,13 @@ def test_gpipe_knows_nothing_until_the_first_gradient_and_then_all() -> None:
 
 @pytest.mark.parametrize("each", schedules(), ids=lambda each: each.name)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_what_is_told_holds_in_every_schedule(each: Family, ranks: int) -> None:
+def test_acknowledgements_hold_in_every_schedule(each: Family, ranks: int) -> None:
     ranks, microbatches = each.nearest(ranks, 7)
     check_told(lower(build(each.name, ranks=ranks, microbatches=microbatches)))
 
 
 @given(program=computed_programs(max_ranks=4, max_stages=6, max_microbatches=4, max_splits=2))
-def test_what_is_told_holds_in_any_program(program: Program) -> None:
+def test_acknowledgements_hold_in_any_program(program: Program) -> None:
     check_told(lower(program))
 
 

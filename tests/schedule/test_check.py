@@ -291,7 +291,7 @@ def test_twenty_problems_are_listed_and_the_rest_counted() -> None:
 
 
 @pytest.mark.parametrize("channels", [None, 1, "per pair"])
-def test_what_are_no_channels_is_refused(channels: Any) -> None:
+def test_invalid_channels_are_refused(channels: Any) -> None:
     with pytest.raises(ScheduleError, match=r"channels=.*: expected Channels of"):
         check(parse_csv("0F0,0B0\n"), channels)
 

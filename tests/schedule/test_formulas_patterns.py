@@ -79,7 +79,7 @@ def test_zb_h2(ranks: int, more: int, forward: int, input_grad: int, w: int) -> 
     microbatches=st.integers(1, 30),
     costs=st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)),
 )
-def test_zb_1p_and_zb_2p_are_no_worse_than_what_is_made_by_hand(
+def test_zb_1p_and_zb_2p_are_no_worse_than_hand_made_ones(
     ranks: int, microbatches: int, costs: tuple[int, int, int]
 ) -> None:
     forward, input_grad, weight_grad = costs

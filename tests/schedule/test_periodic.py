@@ -62,7 +62,7 @@ def test_repetitions_of_a_pattern_never_meet(made: tuple[Placement, PeriodicPatt
 
 @settings(deadline=None, max_examples=150)
 @given(patterns())
-def test_every_action_of_a_pattern_starts_when_what_it_needs_is_done(
+def test_every_action_of_a_pattern_starts_after_its_prerequisites(
     made: tuple[Placement, PeriodicPattern, Op],
 ) -> None:
     placement, pattern, backward = made
@@ -142,7 +142,7 @@ def test_idle_time_is_filled_by_forwards_of_later_then_by_weight_gradients() -> 
     assert peak_in_flight(program_of(linear(2), 3, tight.ranks)) == (2, 2)
 
 
-def test_what_is_only_just_about_to_come_is_waited_for() -> None:
+def test_late_messages_are_waited_for() -> None:
     """A weight gradient that takes longer than the wait would delay what others wait for."""
     orders = [[action(0, op, mb) for mb in (0, 1) for op in (Op.FORWARD, Op.INPUT_GRAD)]]
     orders.append([action(1, op, mb) for mb in (0, 1) for op in (Op.FORWARD, Op.INPUT_GRAD)])

@@ -46,7 +46,7 @@ def test_any_sequence_of_ranks_is_kept_as_a_tuple() -> None:
         (2, (0, 1), 1.0, "num_ranks=2, num_directions=1.0: .* and whole numbers"),
     ],
 )
-def test_what_is_no_placement_is_refused(
+def test_invalid_placements_are_refused(
     num_ranks: Any, stage_ranks: Any, copies: Any, message: str
 ) -> None:
     with pytest.raises(ScheduleError, match=message):
@@ -106,7 +106,7 @@ def test_copies_are_seen_in_a_csv_and_kept_in_json() -> None:
     assert from_json(to_json(one_way).replace('"copies": 1, ', "")) == one_way
 
 
-def test_a_microbatch_in_the_wrong_copy_is_told() -> None:
+def test_a_microbatch_in_the_wrong_direction_is_reported() -> None:
     program = chimera()
     swapped = (*program.ranks[0][:-1], action(0, Op.FULL_BACKWARD, 3))
     wrong = Program(

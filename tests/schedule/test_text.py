@@ -85,7 +85,7 @@ def test_every_kind_of_step_is_read_and_written(text: str) -> None:
         ("((0F3;1B2)OVERLAP_F_B;0F4)OVERLAP_F_B", "is not an overlapped pair"),
     ],
 )
-def test_what_is_no_step_is_an_error(text: str, told: str) -> None:
+def test_incomplete_steps_are_an_error(text: str, told: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         parse_step(text)
     assert told in str(caught.value)
@@ -97,7 +97,7 @@ def test_a_block_is_no_action() -> None:
 
 
 @given(computed_programs(max_splits=3))
-def test_reading_gives_back_what_was_written(program: Program) -> None:
+def test_reading_inverts_writing(program: Program) -> None:
     for written in (program, lower(program, sharding=True)):
         # A program without transfers may leave the last microbatches to be guessed; say all.
         assert (
@@ -123,7 +123,7 @@ def test_idle_cells_and_both_kinds_of_line_ends_are_read() -> None:
     assert program.num_microbatches == 2
 
 
-def test_the_placement_is_seen_from_who_computes_what() -> None:
+def test_the_placement_is_inferred_from_the_computations() -> None:
     assert parse_csv("0F0,3F0\n1F0,2F0\n").placement == v_shape(2)
 
 
@@ -147,7 +147,7 @@ def test_a_placement_with_idle_ranks_in_the_text_is_kept() -> None:
         ('0F0\n"1F0"x', "row 2: not CSV (',' expected after '\"'); steps need no quotes"),
     ],
 )
-def test_what_is_no_program_is_an_error_with_its_place(text: str, told: str) -> None:
+def test_malformed_programs_are_an_error_with_a_place(text: str, told: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         parse_csv(text)
     assert str(caught.value).startswith(told)
@@ -223,7 +223,7 @@ def test_json_that_is_no_program_is_an_error(text: str, told: str) -> None:
 
 
 @given(computed_programs())
-def test_torch_reads_what_is_written_and_writes_what_is_read(program: Program) -> None:
+def test_torch_reads_our_files_and_we_read_torchs(program: Program) -> None:
     for act in EVERY_STEP:
         assert str(parse_step(str(TorchAction.from_str(act)))) == act
     for line in format_csv(lower(program, sharding=True)).splitlines():

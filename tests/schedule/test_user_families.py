@@ -48,7 +48,7 @@ def test_it_is_built_listed_and_simulated_like_ours() -> None:
     assert (listed.virtuals, listed.arrangement) == ((1,), Arrangement.LINEAR)
 
 
-def test_what_else_the_function_takes_are_its_options() -> None:
+def test_further_arguments_of_the_function_are_its_options() -> None:
     @penstock.schedule("mine", summary="gpipe, held back", source="nowhere")
     def mine(*, ranks: int, microbatches: int, virtual: int = 3, delay: int = 1) -> Program:
         assert delay in (1, 2)
@@ -109,14 +109,14 @@ def test_names_of_ours_are_taken() -> None:
         penstock.schedule("other", aliases=("Mine",))(one_at_a_time)
 
 
-def test_what_is_no_arrangement_is_refused() -> None:
+def test_invalid_arrangements_are_refused() -> None:
     said = "arrangement='bidirectional' must be one of .*Arrangement.BIDIRECTIONAL"
     with pytest.raises(ScheduleError, match=said):
         penstock.schedule("mine", arrangement="bidirectional")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["", "-", " _ ", "Schedule", 3, None, one_at_a_time])
-def test_what_is_no_name_is_refused(name: object) -> None:
+def test_invalid_names_are_refused(name: object) -> None:
     known = penstock.schedules()
     with pytest.raises(ScheduleError, match=r"can't be called .*give it a name, as in @penstock"):
         penstock.schedule(name)  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def test_what_is_no_name_is_refused(name: object) -> None:
 
 
 @pytest.mark.parametrize("wrong", [3, None, "gpipe", dict])
-def test_what_is_no_function_is_refused(wrong: object) -> None:
+def test_invalid_functions_are_refused(wrong: object) -> None:
     with pytest.raises(
         ScheduleError, match=r"schedule 'x': .* put @penstock.schedule\('x'\) above"
     ):
@@ -173,7 +173,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_entry_point_is_found_by_name_and_a_broken_one_told() -> None:
+def test_an_entry_point_is_found_by_name_and_a_broken_one_is_an_error() -> None:
     assert penstock.build("from-a-package", ranks=2, microbatches=2).name == "from-a-package"
     names = [each.name for each in penstock.schedules()]
     assert names.count("from-a-package") == names.count("undecorated") == 1
@@ -182,7 +182,7 @@ def test_an_entry_point_is_found_by_name_and_a_broken_one_told() -> None:
         penstock.build("no-such-schedule", ranks=2, microbatches=2)
 
 
-def test_what_its_function_raises_names_the_schedule_and_keeps_the_cause() -> None:
+def test_errors_of_its_function_name_the_schedule_and_keep_the_cause() -> None:
     @penstock.schedule("four")
     def four(*, ranks: int, microbatches: int) -> Program:
         if ranks != 4:
@@ -266,7 +266,7 @@ def test_stages_per_rank_that_were_not_asked_for_are_refused() -> None:
         penstock.build("two", ranks=2, microbatches=2)
 
 
-def test_two_copies_of_a_model_must_be_told() -> None:
+def test_two_directions_of_a_model_must_be_declared() -> None:
     def mine(*, ranks: int, microbatches: int) -> Program:
         return penstock.build("dualpipe", ranks=ranks, microbatches=microbatches)
 
@@ -280,7 +280,7 @@ def test_two_copies_of_a_model_must_be_told() -> None:
         penstock.build("mine", ranks=2, microbatches=4)
 
 
-def test_an_option_can_not_be_called_as_what_build_takes() -> None:
+def test_an_option_can_not_be_named_like_an_argument_of_build() -> None:
     with pytest.raises(ScheduleError, match="an option can't be called 'name'"):
 
         @penstock.schedule("mine")

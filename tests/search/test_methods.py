@@ -75,7 +75,7 @@ def test_patterns_and_local_search(problem: SearchProblem, seed: int) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(problems(), st.integers(0, 100), st.randoms(use_true_random=False))
-def test_what_an_exchange_comes_to_is_known_before(
+def test_the_gain_of_an_exchange_is_known_before(
     problem: SearchProblem, seed: int, random: Any
 ) -> None:
     search = PatternSearch(problem, seed=seed)

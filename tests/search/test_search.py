@@ -357,7 +357,7 @@ def test_a_slow_edge_is_searched_around_and_must_be_there() -> None:
         search(Costs(latency={(4, 5): 2}), ranks=2, microbatches=3)
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     told: list[Progress] = []
     found = search(UNEVEN, ranks=4, microbatches=8, time_limit_s=1, progress=told.append)
     shares = [each.share for each in told]
@@ -429,7 +429,7 @@ def test_no_front_unless_asked_for() -> None:
         ({"costs": Costs(forward=[1.0] * 8), "virtual": 1}, "has 8 numbers"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_contradictory_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         search(**{"ranks": 4, "microbatches": 8, **options})
 

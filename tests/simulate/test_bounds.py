@@ -233,7 +233,7 @@ def test_the_least_memory_is_that_of_one_microbatch(
     assert bounds.makespan >= bounds.span > 0
 
 
-def test_what_does_not_fit_together_is_refused() -> None:
+def test_inconsistent_arguments_are_refused() -> None:
     with pytest.raises(ScheduleError, match="ranks=3, but the placement is one of 2 ranks"):
         lower_bounds(Costs(), ranks=3, microbatches=8, placement=linear(2))
     with pytest.raises(ScheduleError, match="microbatches=0 must be a whole number from 1 on"):

@@ -46,7 +46,7 @@ def test_a_full_backward_costs_both_of_its_halves() -> None:
 
 
 @pytest.mark.parametrize("op", [Op.SEND_F, Op.RECV_B, Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD])
-def test_what_does_not_compute_costs_nothing(op: Op) -> None:
+def test_actions_other_than_computations_cost_nothing(op: Op) -> None:
     assert Costs(latency=5).of(op, num_stages=2) == (0.0, 0.0)
 
 
@@ -62,7 +62,7 @@ NUMBERS = [field.name for field in fields(Costs) if field.name not in SWITCHES]
         *([1, -0.5], [1, None], [math.nan], [True], [[1, 2]], {1, 2}),
     ],
 )
-def test_what_is_no_cost_is_refused(name: str, wrong: object) -> None:
+def test_invalid_costs_are_refused(name: str, wrong: object) -> None:
     with pytest.raises(ScheduleError, match=rf"Costs\({name}=\.\.\.\): .* is not a finite number"):
         Costs(**{name: wrong})  # type: ignore[arg-type]
 
@@ -123,7 +123,7 @@ def test_a_mapping_per_edge_is_kept_by_value_and_holds_both_ways() -> None:
         ({(0, 1): None}, "None is not a finite number"),
     ],
 )
-def test_what_is_no_cost_of_an_edge_is_refused(name: str, edges: object, message: str) -> None:
+def test_invalid_edge_costs_are_refused(name: str, edges: object, message: str) -> None:
     with pytest.raises(ScheduleError, match=rf"Costs\({name}=\.\.\.\): {message}"):
         Costs(**{name: edges})  # type: ignore[arg-type]
 
@@ -144,7 +144,7 @@ def test_no_edge_takes_a_bandwidth_of_0() -> None:
 
 @pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.parametrize("wrong", [None, 1, "no", math.nan])
-def test_what_is_no_switch_is_refused(name: str, wrong: object) -> None:
+def test_values_other_than_booleans_are_refused(name: str, wrong: object) -> None:
     with pytest.raises(ScheduleError, match=rf"Costs\({name}=\.\.\.\): .* is not True or False"):
         Costs(**{name: wrong})  # type: ignore[arg-type]
 

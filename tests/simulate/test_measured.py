@@ -32,7 +32,7 @@ def test_the_same_step_later_differs_in_nothing(program: Program) -> None:
     assert all(row.later == row.longer == 0 for row in rows)
 
 
-def test_what_moved_and_by_how_much() -> None:
+def test_moved_actions_and_distances() -> None:
     measured = trace(span(Op.FORWARD, 0, 5, 9), span(Op.FORWARD, 1, 12, 14))
     simulated = trace(span(Op.FORWARD, 0, 0, 2), span(Op.FORWARD, 1, 2, 6))
     assert [(str(r.action), r.later, r.longer) for r in compare_traces(measured, simulated)] == [
@@ -41,7 +41,7 @@ def test_what_moved_and_by_how_much() -> None:
     ]
 
 
-def test_what_only_one_has_and_what_runs_twice() -> None:
+def test_actions_of_one_side_and_actions_that_run_twice() -> None:
     twice = span(Op.UNSHARD, 0, 0, 1), span(Op.UNSHARD, 0, 4, 6)
     one = trace(*twice, span(Op.FORWARD, 0, 1, 2), span(Op.SEND_F, 0, 2, 3))
     other = trace(*twice, span(Op.FORWARD, 0, 1, 2), span(Op.FORWARD, 1, 2, 3))

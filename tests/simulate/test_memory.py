@@ -60,7 +60,7 @@ def test_parameters_and_buffers_are_held_throughout() -> None:
         assert curve == tuple((time, held + resident) for time, held in plain)
 
 
-def test_the_order_tells_the_peak_where_weight_gradients_hold_more() -> None:
+def test_the_order_determines_the_peak_where_weight_gradients_hold_more() -> None:
     program = one_rank(*acts("F0 I0 W0"))
     costs = Costs(activation_bytes=2, weight_grad_bytes=3)
     assert peaks(program, StageMemory.of(costs, 1)) == (3,)

@@ -102,7 +102,7 @@ def test_costs_per_stage() -> None:
     assert result.ends == ((1, 2, 11, 18), (5, 8, 12, 15))
 
 
-def test_a_receive_holds_up_only_what_needs_its_message() -> None:
+def test_a_receive_blocks_only_actions_that_need_its_message() -> None:
     program = parse_csv(
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
         "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
@@ -197,7 +197,7 @@ def test_no_actions_no_time() -> None:
         ("0F0,0B0,0F0\n1F0,1B0\n", r"rank 0, step 2 \(0F0\): 0F0 again"),
     ],
 )
-def test_a_program_that_can_not_run_says_who_waits_for_what(csv: str, said: str) -> None:
+def test_a_deadlocked_program_names_the_waiting_actions(csv: str, said: str) -> None:
     for costs in (Costs(), Costs(message_bytes=1, bandwidth=10, one_message_at_a_time=True)):
         with pytest.raises(ScheduleError, match=said):
             simulate(parse_csv(csv), costs)

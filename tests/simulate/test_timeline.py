@@ -55,7 +55,7 @@ def test_messages_take_their_bytes_time(
 
 
 @given(computed_programs(max_ranks=3, max_splits=3), st.booleans(), st.booleans())
-def test_what_is_in_turn_is_never_earlier(program: Program, overlap: bool, in_turn: bool) -> None:
+def test_messages_in_turn_are_never_earlier(program: Program, overlap: bool, in_turn: bool) -> None:
     costs = Costs(message_bytes=1, bandwidth=4, latency=0.25)
     held_up = Costs(
         message_bytes=1,
@@ -102,7 +102,7 @@ def test_the_critical_path_has_no_gap_but_messages(
     assert {s.action for s in path} == {s.action for s in lowered.critical_path}
 
 
-def test_a_block_waited_for_what_came_last_not_for_what_was_made_last() -> None:
+def test_a_block_waits_for_its_last_arrival_not_for_the_last_message_made() -> None:
     program = parse_csv("0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n2F0,2B0,2F1,2B1\n")
     # 2B0 is done at 19 and there at 24; 0F1 is done, and there, at 20.
     result = simulate(program, Costs(forward=[10, 1, 1], latency={(1, 2): 5}))
@@ -111,7 +111,7 @@ def test_a_block_waited_for_what_came_last_not_for_what_was_made_last() -> None:
     assert str(result.waited_for(block)) == "2B0"
 
 
-def test_what_was_waited_for() -> None:
+def test_causes_of_waits() -> None:
     result = simulate(build("1f1b", ranks=2, microbatches=2))
     waits = {str(s.action): result.waited_for(s) for s in result.trace.spans}
     assert {name: str(other) for name, other in waits.items() if other is not None} == {
@@ -149,7 +149,7 @@ def test_memory_over_time_in_bytes() -> None:
     assert result.peak_bytes == (16,)
 
 
-def test_what_is_recomputed_holds_little_and_takes_a_second_forward() -> None:
+def test_recomputation_holds_little_and_takes_a_second_forward() -> None:
     program = one_rank("F0 F1 RECOMPUTE0 B0 RECOMPUTE1 B1", 2)
     result = simulate(program, Costs(activation_bytes=8, recompute_bytes=1, recompute=0.5))
     assert result.makespan == 7
@@ -187,7 +187,7 @@ def test_jitter_only_lengthens_and_is_the_same_for_a_seed() -> None:
 
 
 @pytest.mark.parametrize("jitter", [-1, math.nan, math.inf, "0.1", None, True])
-def test_what_is_no_jitter_is_refused(jitter: Any) -> None:
+def test_invalid_jitter_is_refused(jitter: Any) -> None:
     with pytest.raises(ScheduleError, match="must be a finite number ≥ 0"):
         simulate(build("gpipe", ranks=1, microbatches=1), jitter=jitter)
 

@@ -461,7 +461,7 @@ def test_a_parameter_frozen_between_f_and_w_gets_nothing() -> None:
     assert linear.bias.grad is not None
 
 
-def test_w_leaves_first_gradients_in_memory_of_their_own() -> None:
+def test_w_does_not_alias_first_gradients() -> None:
     bias, t = nn.Parameter(torch.zeros(4, 3)), x(4, 3)
     for parameter in (bias,):
         work = forward_and_input_grad(Calls(lambda m, t: t + m.b, b=parameter), t)

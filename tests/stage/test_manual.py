@@ -574,7 +574,7 @@ def test_stage_index_out_of_range(index: int) -> None:
     ("group", "said"),
     [("pp", "is 'pp', expected"), (dist.GroupMember.NON_GROUP_MEMBER, "one that this process is")],
 )
-def test_a_group_that_is_none_or_of_others(group: Any, said: str) -> None:
+def test_a_group_that_is_invalid_or_lacks_this_rank(group: Any, said: str) -> None:
     with pytest.raises(StageError, match=said):
         PipelineStage(nn.Linear(1, 1), 0, 1, CPU, group=group)
     with pytest.raises(StageError, match=said):

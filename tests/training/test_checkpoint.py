@@ -144,7 +144,7 @@ def test_any_number_of_ranks_reads_it(checkpoints: list[str], writers: int, read
     )
 
 
-def test_what_dcp_wrote_of_the_plain_model_is_read(tmp_path: Path) -> None:
+def test_checkpoints_of_the_plain_model_by_dcp_are_read(tmp_path: Path) -> None:
     model, optimizer = trained()
     theirs = get_optimizer_state_dict(model, optimizer, options=FLAT)
     dcp.save({"model": model.state_dict(), "optim": theirs}, checkpoint_id=tmp_path, no_dist=True)
@@ -209,7 +209,7 @@ def test_the_optimizer_may_be_left_alone(tmp_path: Path) -> None:
     assert same(dict(model.state_dict()), dict(trained()[0].state_dict()))
 
 
-def test_what_is_frozen_may_be_left_out(tmp_path: Path) -> None:
+def test_frozen_parameters_may_be_omitted(tmp_path: Path) -> None:
     """A checkpoint of what is trained alone, read into a model that has the rest."""
 
     def keep(name: str) -> bool:
@@ -241,13 +241,13 @@ def test_a_name_that_is_not_there_is_named_and_nothing_is_overwritten(tmp_path: 
     assert same(dict(bigger.state_dict()), before)
 
 
-def test_another_shape_is_told(tmp_path: Path) -> None:
+def test_another_shape_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, trained()[0])
     with pytest.raises(PartitionError, match=r"first\.weight has shape \(6, 4\), expected \(8, 4"):
         load(tmp_path, plain_model(7, width=8))
 
 
-def test_an_optimizer_that_was_not_saved_is_told(tmp_path: Path) -> None:
+def test_an_optimizer_that_was_not_saved_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, trained()[0])
     model = plain_model(7)
     with pytest.raises(PartitionError, match=r"optim\.param_groups\.first\.weight\.lr is missing"):
@@ -266,7 +266,7 @@ def test_another_models_optimizer_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_settings_that_one_group_can_not_hold_are_told(tmp_path: Path) -> None:
+def test_settings_that_differ_within_one_group_are_an_error(tmp_path: Path) -> None:
     model = plain_model(0)
     weights, others = ([p for p in model.parameters() if (p.ndim > 1) is is_weight]
                        for is_weight in (True, False))  # fmt: skip
@@ -296,7 +296,7 @@ def load_missing(rank: int, num_ranks: int, path: str) -> str:
     return str(caught.value)
 
 
-def test_a_folder_that_one_rank_does_not_reach_is_told_on_all(tmp_path: Path) -> None:
+def test_a_folder_that_one_rank_does_not_reach_is_an_error_on_all(tmp_path: Path) -> None:
     save(tmp_path, nn.Linear(1, 1))
     for outcome in run_ranks(load_missing, 2, str(tmp_path), timeout_s=20):
         assert "rank 1: " in outcome.result()
@@ -312,13 +312,13 @@ def load_misfit(rank: int, num_ranks: int, path: str) -> str:
     return str(caught.value)
 
 
-def test_a_fault_of_one_rank_is_told_on_all(checkpoints: list[str]) -> None:
+def test_an_error_of_one_rank_is_raised_on_all(checkpoints: list[str]) -> None:
     for outcome in run_ranks(load_misfit, 2, checkpoints[0]):
         assert "rank 1: " in outcome.result()
         assert "model.fourth.weight is missing" in outcome.result()
 
 
-def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, trained()[0])
     (tmp_path / ".metadata").write_bytes(b"123")
     with pytest.raises(PartitionError, match="its metadata can't be read, UnpicklingError"):

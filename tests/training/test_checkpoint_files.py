@@ -101,7 +101,9 @@ def test_a_rank_that_can_not_write_is_named_on_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_files_cut_short_are_told_before_anything_is_loaded(tmp_path: Path, there: bool) -> None:
+def test_truncated_files_are_an_error_before_anything_is_loaded(
+    tmp_path: Path, there: bool
+) -> None:
     save(tmp_path, layer(1.0))
     (file,) = tmp_path.glob("*.distcp")
     told = r"\.distcp is missing"
@@ -116,7 +118,7 @@ def test_files_cut_short_are_told_before_anything_is_loaded(tmp_path: Path, ther
     assert model.state_dict()["0.weight"].eq(7.0).all()
 
 
-def test_damage_that_only_reading_finds_is_told(tmp_path: Path) -> None:
+def test_damage_found_by_reading_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, layer(1.0))
     (file,) = tmp_path.glob("*.distcp")
     file.write_bytes(bytes(file.stat().st_size))

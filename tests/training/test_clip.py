@@ -87,7 +87,7 @@ def overflows(rank: int, num_ranks: int) -> list[str]:
     return told
 
 
-def test_what_is_not_finite_on_one_rank_is_told_on_all() -> None:
+def test_a_norm_that_is_not_finite_on_one_rank_is_an_error_on_all() -> None:
     for outcome in run_ranks(overflows, 2):
         for told, fault in zip(outcome.result(), ("inf", "inf", "nan"), strict=True):
             assert f"over all ranks, is {fault}" in told
@@ -156,7 +156,7 @@ def partly_spread(rank: int, num_ranks: int, norm_type: float, foreach: bool) ->
 
 
 @pytest.mark.parametrize(("norm_type", "foreach"), [(2.0, True), (math.inf, False)])
-def test_gradients_may_be_spread_in_several_ways(norm_type: float, foreach: bool) -> None:
+def test_gradients_may_be_dtensors_of_several_placements(norm_type: float, foreach: bool) -> None:
     for outcome in run_ranks(partly_spread, 2, norm_type, foreach):
         assert not outcome.result()
 

@@ -59,7 +59,7 @@ def test_every_span_is_one_complete_event() -> None:
     assert shown == sorted(spans)
 
 
-def test_computing_and_messages_have_lanes_of_their_own() -> None:
+def test_computation_and_messages_have_separate_lanes() -> None:
     trace = simulate(lower(build("1f1b", ranks=2, microbatches=2))).trace
     by_lane = {e["name"]: e["tid"] for e in events_of(trace, "X")}
     assert {str(s.action): int(s.action.op not in COMPUTE) for s in trace.spans} == by_lane

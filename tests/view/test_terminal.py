@@ -68,7 +68,7 @@ def test_a_plus_joins_the_parts_of_a_block() -> None:
     assert "block" not in legend(trace_of("1f1b")).plain
 
 
-def test_copies_have_lanes_and_colours_of_their_own() -> None:
+def test_host_transfers_have_separate_lanes_and_colours() -> None:
     program = build("po-f", ranks=2, virtual=1, microbatches=4)
     trace = simulate(program, Costs(offload=1, reload=1)).trace
     text = timeline(trace, width=120)

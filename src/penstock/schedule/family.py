@@ -117,7 +117,7 @@ def refuse_sizes(asker: str, **sizes: object) -> None:
 
 
 def parse_options(texts: Iterable[str]) -> dict[str, object]:
-    """Parse ``name=value`` texts as a schedule's options; values are JSON (numbers, true), or text.
+    """Parse ``name=value`` texts as a schedule's options: numbers, true, false, none, or text.
 
     Example:
         >>> parse_options(["group=4", "tail=keep"])
@@ -131,8 +131,15 @@ def parse_options(texts: Iterable[str]) -> dict[str, object]:
             raise ScheduleError(f"option {text!r}: expected NAME=VALUE, such as group=4")
         if name in found:
             raise ScheduleError(f"option {text!r}: {name} is given twice; give it once")
-        try:
-            found[name] = json.loads(value)
-        except ValueError:
-            found[name] = value
+        found[name] = _option_value(value)
     return found
+
+
+def _option_value(text: str) -> object:
+    constants = {"true": True, "false": False, "none": None}
+    if text.lower() in constants:
+        return constants[text.lower()]
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

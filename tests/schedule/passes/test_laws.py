@@ -51,7 +51,7 @@ def test_transfers_are_inserted_around_the_steps_as_they_are(program: Program) -
 
 
 @given(computed_programs(max_splits=3))
-def test_a_send_stands_right_after_what_makes_its_value(program: Program) -> None:
+def test_a_send_stands_right_after_the_action_of_its_value(program: Program) -> None:
     for steps in insert_transfers(program).ranks:
         made: set[Action] = set()
         for step in without(steps, frozenset({Op.RECV_F, Op.RECV_B})):
@@ -242,7 +242,7 @@ def test_activations_are_kept_otherwise_around_the_steps_as_they_are(
     assert away.count(Op.OFFLOAD) == away.count(Op.RELOAD)
 
 
-def test_what_has_no_forward_is_not_offloaded() -> None:
+def test_microbatches_without_a_forward_are_not_offloaded() -> None:
     """The checker says what is wrong with such a program, not the pass."""
     changed = offload(parse_csv("0F0,0F1,0F2,0B0,0B1,0B2,0B3\n1B0,1F0\n"))
     assert {str(a) for a in changed.actions() if a.op in KEEPING} == {
@@ -250,7 +250,7 @@ def test_what_has_no_forward_is_not_offloaded() -> None:
     }
 
 
-def test_what_keeps_no_activations_is_refused() -> None:
+def test_offloading_without_saved_activations_is_refused() -> None:
     program = parse_csv("0F0,0F1,0B0,0B1\n")
     with pytest.raises(ScheduleError, match=r"no stages \[3\]; its stages are 0 to 0"):
         recompute(program, stages=[3])
@@ -263,12 +263,12 @@ def test_what_keeps_no_activations_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", passes.__all__)
-def test_what_is_no_program_is_refused(name: str) -> None:
+def test_invalid_programs_are_refused(name: str) -> None:
     with pytest.raises(ScheduleError, match=rf"{name}\(\) takes a program, not '1f1b'"):
         getattr(passes, name)("1f1b")
 
 
 @pytest.mark.parametrize("name", ["recompute", "offload"])
-def test_what_are_no_stages_is_refused(name: str) -> None:
+def test_invalid_stages_are_refused(name: str) -> None:
     with pytest.raises(ScheduleError, match="stages=0: expected numbers of stages"):
         getattr(passes, name)(parse_csv("0F0,0B0\n"), stages=0)

@@ -64,9 +64,7 @@ def end_in_a_message(
 @pytest.mark.parametrize(
     ("culprit", "how"), [(0, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGSTOP)]
 )
-def test_who_waits_for_a_message_that_is_cut_short_raises(
-    culprit: int, how: signal.Signals
-) -> None:
+def test_waiting_for_a_truncated_message_raises(culprit: int, how: signal.Signals) -> None:
     told = Attempt(*run_ranks(end_in_a_message, 2, culprit, how)[1 - culprit].result())
     assert told.kind == "PeerError"
     if how == signal.SIGKILL:

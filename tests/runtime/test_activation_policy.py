@@ -122,7 +122,7 @@ def test_activations_are_gone_in_the_meantime(way: object, held: int) -> None:
     assert (found[-1] >= held) and len(found) == 4
 
 
-def test_what_the_batch_holds_anyway_is_not_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_the_batch_are_not_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     went: list[int] = []
     whole = ActivationOffload.offload
     monkeypatch.setattr(ActivationOffload, "offload", lambda saved: went.append(whole(saved)))
@@ -189,7 +189,7 @@ def test_forwards_alone_keep_nothing_to_recompute() -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("kind", ["conjugated", "negated", "nested", "forward-mode"])
-def test_what_is_saved_in_another_way_than_it_lies_in_memory(kind: str) -> None:
+def test_tensors_saved_in_another_layout_than_in_memory(kind: str) -> None:
     """Conjugated, a negated imaginary part, rows of several lengths, a value with its tangent."""
     use = {
         "conjugated": lambda x: (torch.complex(x, x.cos()).conj() * torch.complex(x, x)).abs(),
@@ -221,7 +221,7 @@ class Writes(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_what_a_forward_writes_into_its_batch_is_written_once(name: str) -> None:
+def test_writes_of_a_forward_into_its_batch_happen_once(name: str) -> None:
     """Recomputed, it finds its microbatch and the target as they were."""
     model = nn.Sequential(Writes(scales=True), Writes(scales=False))
     plain = copy.deepcopy(model)
@@ -256,7 +256,7 @@ class Slopes(nn.Module):
         return h + torch.func.vmap(torch.func.grad(lambda row: row.square().sum()))(h)
 
 
-def test_what_torch_func_hides_is_not_offloaded() -> None:
+def test_tensors_hidden_by_torch_func_are_not_offloaded() -> None:
     layers = [Slopes() for _ in range(4)]
     pipe = Pipeline(layers, loss_fn=F.mse_loss, schedule="po-f", ranks=2, n_microbatches=2)
     with pytest.raises(StageError, match=r"differentiates by torch.func .* can't be offloaded"):

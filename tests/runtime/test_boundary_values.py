@@ -23,7 +23,7 @@ PLACES = pytest.mark.parametrize(
 @PLACES
 @pytest.mark.parametrize("name", CROSSINGS)
 @pytest.mark.parametrize("dynamic_shapes", [False, True])
-def test_what_crosses(name: str, schedule: str, ranks: int, dynamic_shapes: bool) -> None:
+def test_boundary_values(name: str, schedule: str, ranks: int, dynamic_shapes: bool) -> None:
     both = Twins(
         crossing_model(name),
         F.mse_loss,
@@ -122,7 +122,7 @@ def test_a_view_of_a_parameter_crosses_in_training_and_in_evaluation() -> None:
         both.eval(inputs)
 
 
-def test_an_evaluation_passes_on_what_takes_gradients_in_training() -> None:
+def test_an_evaluation_sends_the_same_tensors_as_training() -> None:
     """A parameter, by a stage that makes nothing of it; told first in an evaluation."""
     both = Twins(
         [GivesWeight(), nn.Identity(), TakesWeight()],
@@ -287,7 +287,7 @@ def test_everything_changes_between_microbatches(schedule: str, ranks: int) -> N
 
 
 @PLACES
-def test_what_follows_from_the_inputs_shape_may_change(schedule: str, ranks: int) -> None:
+def test_values_that_depend_on_input_shapes_may_change(schedule: str, ranks: int) -> None:
     """Microbatches of several shapes need no dynamic_shapes: their shapes tell them apart."""
     both = Twins(
         [layer() for layer in CHANGING],
@@ -413,7 +413,7 @@ class Local:
         (lambda: len, "which can't cross"),
     ],
 )
-def test_what_cannot_cross(value: Any, told: str) -> None:
+def test_values_that_cannot_cross(value: Any, told: str) -> None:
     pipe = Pipeline(
         [Counting([lambda h: value()]), Ignores()],
         loss_fn=F.mse_loss,
@@ -494,7 +494,7 @@ def pair_of(other: Any, ranks: int = 2) -> Twins:
 
 
 @pytest.mark.parametrize("other", APART)
-def test_what_shares_no_memory_may_be_written_into(other: Any) -> None:
+def test_tensors_that_share_no_memory_may_be_written(other: Any) -> None:
     both = pair_of(other)
     for step in range(2):
         inputs, target = features(4, step)

@@ -26,7 +26,7 @@ def crossing_tensors(stages: Any, example: dict[str, Any]) -> list[list[Tensor]]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_plan_tells_what_its_stages_send(name: str) -> None:
+def test_a_plan_lists_the_tensors_that_stages_send(name: str) -> None:
     case = REAL_MODELS[name]
     model, example = case.model(), case.example()
     measured = profile(model, example, runs=1)
@@ -63,7 +63,7 @@ def test_one_tensor_is_an_example_like_others() -> None:
     assert one.blocks[1].sends[0] == "int64[4,6]"
 
 
-def test_where_a_model_cannot_be_cut_by_module_what_was_seen_counts() -> None:
+def test_models_not_cut_by_module_use_observed_outputs() -> None:
     class Counting(nn.Module):
         """Asks for values between its layers, which a trace has not."""
 

@@ -26,7 +26,7 @@ def train(rank: int, num_ranks: int) -> None:
         compare_steps(causal(4), program, length=6, rows=2, timeout_s=TIMEOUT_S)
 
 
-def test_gradients_are_those_of_whole_sequences() -> None:
+def test_gradients_equal_those_of_unsplit_sequences() -> None:
     for outcome in run_ranks(train, 2, timeout_s=120):
         outcome.result()
 

@@ -83,7 +83,7 @@ MODELS: dict[str, tuple[Callable[[int], nn.Sequential], Any, Any]] = {
 
 @pytest.mark.parametrize("way", [offload, recompute])
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipev", "dualpipe"])
-def test_what_is_copied_or_recomputed_is_ordered_too(
+def test_host_transfers_and_recomputations_are_ordered_too(
     name: str, way: Callable[[Program], Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = way(build(name, ranks=2, microbatches=4))
@@ -159,7 +159,7 @@ def test_a_block_forks_once_whatever_its_first_part_waits_for(
             assert len(followed) == 2
 
 
-def test_the_caller_goes_on_after_both_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caller_continues_after_both_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     program = parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
     with recorded(monkeypatch) as recorder:
         caller = recorder.current()
@@ -235,7 +235,7 @@ def test_a_step_asks_the_device_for_no_value(monkeypatch: pytest.MonkeyPatch) ->
             assert recorder.syncs > before
 
 
-def test_the_trace_is_what_events_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trace_follows_the_events(monkeypatch: pytest.MonkeyPatch) -> None:
     with recorded(monkeypatch):
         program = build("dualpipev", ranks=2, microbatches=4)
         pipe = Pipeline(mlp(4), loss_fn=F.mse_loss, schedule=program, overlap=True)

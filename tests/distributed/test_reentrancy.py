@@ -81,7 +81,7 @@ class FailedElsewhere:
         return [lambda: pipe.step(torch.ones(4, DIM), target=torch.ones(3, DIM), target_mbs=[])]
 
 
-def test_what_fails_in_another_call_is_told() -> None:
+def test_errors_in_another_call_are_raised() -> None:
     waited, failed = (told[0] for told in played((FailedElsewhere(),), 2)[FailedElsewhere()])
     assert failed.kind == "ValueError"
     assert waited.elapsed_s < SOON_S
@@ -113,7 +113,7 @@ class SavedInVain:
         return [lambda: checkpoint.save("nowhere", pipe, group=group), clip_late]
 
 
-def test_what_fails_in_saving_is_told() -> None:
+def test_errors_of_saving_are_raised() -> None:
     (waited, _), (failed, _) = played((SavedInVain((1,)),), 2)[SavedInVain((1,))]
     assert failed.kind == "KeyError"
     assert waited.kind == "PeerError"
@@ -121,7 +121,7 @@ def test_what_fails_in_saving_is_told() -> None:
     assert waited.elapsed_s < SOON_S
 
 
-def test_what_fails_on_all_ranks_does_no_harm_afterwards() -> None:
+def test_an_error_on_all_ranks_leaves_the_pipeline_usable() -> None:
     for failed, later in played((SavedInVain((0, 1)),), 2)[SavedInVain((0, 1))]:
         assert failed.kind in ("KeyError", "PeerError")
         assert "it burst" in failed.message

@@ -47,7 +47,7 @@ def test_which_models_bring_a_plan() -> None:
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_the_plan_names_the_trunk_and_what_stands_around_it(
+def test_the_plan_names_the_trunk_and_the_modules_around_it(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     case = REAL_MODELS[name]

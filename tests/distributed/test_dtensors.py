@@ -102,7 +102,7 @@ def test_stages_of_two_ranks_each_train_as_one_device_does(
 
 
 @pytest.mark.parametrize("between", ["rows", "whole"])
-def test_a_loss_may_be_spread_and_is_told_in_full(between: str) -> None:
+def test_a_loss_may_be_a_dtensor_and_is_returned_in_full(between: str) -> None:
     assert len(results_of(train, 4, CASES, ("zbv", between, False, True))) == 4
 
 
@@ -129,7 +129,7 @@ def ask(rank: int, num_ranks: int) -> str:
     return "nothing was raised"
 
 
-def test_a_mesh_that_nothing_names_is_asked_for() -> None:
+def test_a_mesh_that_no_argument_names_needs_get_mesh() -> None:
     for outcome in run_ranks(ask, 2):
         assert "a DTensor (replicate over (tensor=1), (1, 4) in all)" in outcome.result()
         assert "get_mesh=" in outcome.result()
@@ -152,7 +152,7 @@ def test_a_mesh_is_found_by_the_names_of_its_dimensions() -> None:
     assert outcome.result() == [True, False]
 
 
-def test_a_way_of_spreading_without_a_name_is_refused() -> None:
+def test_an_unnamed_placement_of_a_dtensor_is_refused() -> None:
     with pytest.raises(
         BoundaryError, match=r"the placement _S\(0, 2\) can.t cross .* redistribute"
     ):

@@ -68,7 +68,7 @@ CASES: list[tuple[Callable[..., Any], tuple[int, ...], Any]] = [
 
 
 @pytest.mark.parametrize(("loss_fn", "shape", "target"), CASES)
-def test_a_target_is_stood_in_for(
+def test_a_target_is_substituted(
     loss_fn: Callable[..., Any], shape: tuple[int, ...], target: Any
 ) -> None:
     """The loss takes its time, and that is the last block's."""
@@ -134,7 +134,7 @@ class Counting(nn.Module):
         return F.mse_loss(output["scores"], target)
 
 
-def test_a_loss_that_is_a_module_is_left_as_it_was() -> None:
+def test_a_loss_that_is_a_module_is_left_unchanged() -> None:
     loss_fn = Counting()
     measure_model(Shaped(5), (X,), device=CPU, loss_fn=loss_fn)
     assert loss_fn.calls == 0

@@ -118,7 +118,7 @@ class Bursts(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_a_part_raises_in_a_thread_is_raised_at_its_place() -> None:
+def test_errors_of_a_stream_thread_are_raised_at_their_action() -> None:
     layers = [*make_layers()[:1], nn.Sequential(Bursts(), nn.Linear(DIM, DIM))]
     schedule = make_schedule(layers)
     schedule.register_custom_function(OVERLAP_F_B, in_threads)
@@ -149,7 +149,7 @@ def repeats(block: Any, forward: Part, backward: Part) -> None:
         (repeats, r"has called \d+F\d+ twice", 0),
     ],
 )
-def test_mistakes_of_the_function_are_told(
+def test_errors_of_the_function_are_raised(
     function: Callable[..., None], told: str, at: int
 ) -> None:
     schedule = make_schedule(make_layers())
@@ -161,7 +161,7 @@ def test_mistakes_of_the_function_are_told(
     assert raised.value.where.action == str(block.parts[at])
 
 
-def test_what_is_no_function_for_blocks_is_refused() -> None:
+def test_invalid_functions_for_overlapped_pairs_are_refused() -> None:
     schedule = make_schedule(make_layers())
     with pytest.raises(ScheduleError, match=r"FORWARD can't be given .* only OVERLAP_F_B"):
         schedule.register_custom_function("FORWARD", in_threads)
