@@ -9,7 +9,7 @@ MICROBATCHES ?= 8
 # for the small CPU build of torch on Linux.
 PIP_ARGS ?=
 # Arguments for pytest, such as PYTEST_ARGS="-x tests/schedule" for some of the suite in one process.
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 3
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -523,7 +523,7 @@ def has_no_forward(module: nn.Module) -> bool:
     return forward_of(module) is inherited
 
 
-def copied_shell(module: nn.Module) -> nn.Module:
+def shallow_copy_module(module: nn.Module) -> nn.Module:
     """A shallow copy of ``module`` with registries of its own, which share their contents.
 
     ``copy.copy`` would share the registries, and ``copy.deepcopy`` would copy the parameters.
@@ -550,7 +550,7 @@ def fused_by(module: nn.Module) -> str | None:
 
 
 def run_uncompiled(copy: nn.Module) -> None:
-    """Make a ``copied_shell`` of a compiled module run its own children uncompiled."""
+    """Make a ``shallow_copy_module`` of a compiled module run its own children uncompiled."""
     vars(copy)["_compiled_call_impl"] = None
     if is_compiled(copy):
         vars(copy)["forward"] = lambda *args, **kwargs: copy._modules["_orig_mod"](*args, **kwargs)  # type: ignore[misc]

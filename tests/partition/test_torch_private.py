@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from penstock._torch_compat import (
     by_positions,
-    copied_shell,
     has_backward_hooks,
     has_no_forward,
     is_data_dependent,
@@ -16,6 +15,7 @@ from penstock._torch_compat import (
     is_shared,
     mutated_arguments,
     same_storage,
+    shallow_copy_module,
 )
 
 aten = torch.ops.aten
@@ -86,7 +86,7 @@ def test_containers_without_a_forward() -> None:
 def test_a_copied_shell_is_changed_apart() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     module.register_forward_hook(lambda *_: None)
-    copy = copied_shell(module)
+    copy = shallow_copy_module(module)
     assert type(copy) is nn.Sequential and copy[0] is module[0]
     del copy._modules["0"]
     copy._forward_hooks.clear()

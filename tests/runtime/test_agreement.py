@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.runtime.comm.agreement import agree
+from penstock.runtime.comm.agreement import check_consistent
 
 
 class Recorder:
@@ -28,15 +28,15 @@ class Recorder:
 def test_facts_go_out_in_full_only_where_they_differ() -> None:
     what = "what stages share"
     alike: Any = Recorder({})
-    agree({what: "weight " * 10_000}, [alike], {})
+    check_consistent({what: "weight " * 10_000}, [alike], {})
     assert sum(map(len, alike.notes)) < 100
 
     briefs = []
     for each in "one", "two":
         alike = Recorder({})
-        agree({what: each}, [alike], {})
+        check_consistent({what: each}, [alike], {})
         briefs += alike.notes
     full = [json.dumps([{what: each}] * 2).encode() for each in ("one", "two")]
     unlike: Any = Recorder(dict([briefs, full]))  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="rank 0: one, rank 1: two"):
-        agree({what: "one"}, [unlike], {})
+        check_consistent({what: "one"}, [unlike], {})

@@ -76,7 +76,7 @@ def test_groups_of_thousands_of_processes_have_keys_that_a_store_takes(
     assert store.get(key_of(every, "0")) == repr(every.processes).encode()  # type: ignore[arg-type]
 
     transport: Any = object.__new__(NcclTransport)
-    transport._group, transport._processes, transport.number = every, every.processes, 0
+    transport._group, transport._processes, transport.schedule_index = every, every.processes, 0
     transport._watchdog = Watchdog(1.0, lambda peer: None)
     monkeypatch.setattr(_torch_compat, "make_group", lambda *told, **_: store.set(told[2], "here"))
     transport._new_group("up")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import PartitionError, Pipeline, PipelineStage, StageError
-from penstock.parallel.shared_params import owner_of
+from penstock.parallel.shared_params import shared_params_of
 from penstock.training.clip import clip_grad_norm_
 from tests.agreement import ROUNDING, Twins
 from tests.models import token_loss, tokens
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 def counts(param: Tensor) -> bool | None:
     """Whether norms over ranks count a parameter here; None if no pipeline holds it."""
-    owner = owner_of(param)
+    owner = shared_params_of(param)
     return None if owner is None else owner.counts_here(param)
 
 

@@ -23,7 +23,7 @@ from penstock.search.patterns import (
     few_microbatches,
     in_flight,
     lay_pattern,
-    legs,
+    local_stage_index,
     run_pattern,
 )
 from penstock.search.priority_schedule import schedule_by_priority
@@ -155,15 +155,17 @@ def test_few_microbatches_tell_of_many() -> None:
 
 
 def test_legs_are_counted_per_rank() -> None:
-    assert legs(problem_of(v_shape(2), 1)) == (0, 0, 1, 1)
-    assert legs(problem_of(looped(2, 3), 1)) == (0, 0, 1, 1, 2, 2)
+    assert local_stage_index(problem_of(v_shape(2), 1)) == (0, 0, 1, 1)
+    assert local_stage_index(problem_of(looped(2, 3), 1)) == (0, 0, 1, 1, 2, 2)
 
 
 def test_orders_for_other_costs_are_timed_by_the_true_ones() -> None:
     costs = Costs(forward=[1, 2, 1, 3], input_grad=[2, 1, 1, 1], weight_grad=0.5, latency=0.25)
     problem = problem_of(looped(2, 2), 6, limit=5, costs=costs)
-    for evened in (True, False):
-        params = PatternParams(stretch=(0.0,) * 4, packed=True, width=1.0, evened=evened)
+    for use_mean_costs in (True, False):
+        params = PatternParams(
+            stretch=(0.0,) * 4, packed=True, width=1.0, use_mean_costs=use_mean_costs
+        )
         assert_right(problem, run_pattern(problem, params))
 
 

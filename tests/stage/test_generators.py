@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock import microbatch_rng
-from penstock.stage.rng import random_state, seed_random_state, undrawn
+from penstock.stage.rng import preserve_rng_state, random_state, seed_random_state
 
 CPU = torch.device("cpu")
 
@@ -77,7 +77,7 @@ def test_nothing_was_drawn(there: tuple[torch.device, Any]) -> None:
     def draws() -> tuple[float, float, float]:
         return fake.draw(), torch.rand(()).item(), random.random()
 
-    with pytest.raises(KeyError), undrawn(device):
+    with pytest.raises(KeyError), preserve_rng_state(device):
         one = draws()
         raise KeyError
     assert draws() == one
@@ -86,6 +86,6 @@ def test_nothing_was_drawn(there: tuple[torch.device, Any]) -> None:
 @pytest.mark.parametrize("name", ["cpu", "meta"])
 def test_other_devices_draw_on_the_host(name: str) -> None:
     device = torch.device(name)
-    with undrawn(device):
+    with preserve_rng_state(device):
         seed_random_state(device, 5)
         assert torch.equal(random_state(device), torch.Generator().manual_seed(5).get_state())

@@ -102,7 +102,9 @@ def test_blocks_have_frames_from_their_first_start_to_their_last_end() -> None:
     at = drawing.boxes["action"].index("0F7")
     other = drawing.boxes["action"].index(drawing.boxes["block"][at].split()[-1])
     frame = (drawing.boxes["left"][at], drawing.boxes["right"][other], 0)
-    frames = zip(*(drawing.blocks[name] for name in ("left", "right", "top")), strict=True)
+    frames = zip(
+        *(drawing.overlapped_pairs[name] for name in ("left", "right", "top")), strict=True
+    )
     assert frame in [(left, right, int(top)) for left, right, top in frames]
     assert drawing.boxes["block"][0] == ""
 

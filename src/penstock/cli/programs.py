@@ -21,7 +21,7 @@ from penstock.schedule.program import Program
 from penstock.schedule.registry import family
 from penstock.schedule.registry import schedules as families
 from penstock.schedule.rules import COMPUTE
-from penstock.simulate.costs import Costs, share_of, share_out
+from penstock.simulate.costs import Costs, costs_divisor, per_stage_costs
 from penstock.simulate.simulation import Simulation
 from penstock.trace import Trace
 
@@ -197,8 +197,8 @@ def _outcome(
     """The simulated step, the stages of a rank's part, and the ranks over the memory limit."""
     try:
         program = load_program(source, settings, lenient=True)
-        share = share_of(program) if per is Per.RANK else 1
-        costs = share_out(costs, share) if per is Per.RANK else costs
+        share = costs_divisor(program) if per is Per.RANK else 1
+        costs = per_stage_costs(costs, share) if per is Per.RANK else costs
         result = settings.simulate(program, costs)
     except ScheduleError as error:
         return error

@@ -17,7 +17,7 @@ from penstock.cli import output as out
 from penstock.cli.models import ModelRequest, load_model, parse_bytes, user_error
 from penstock.cli.settings import with_options
 from penstock.errors import PartitionError, PenstockError
-from penstock.partition.balance.balance import SplitObjective, Terms, balanced, weigh
+from penstock.partition.balance.balance import BalanceConfig, SplitObjective, balanced, split_costs
 from penstock.partition.balance.costs import Profile, repeat_layers
 from penstock.partition.balance.for_program import balance_for
 from penstock.partition.balance.layout import Layout
@@ -103,7 +103,7 @@ def split(
             schedule, num_stages=stages, n_microbatches=microbatches, ranks=ranks, virtual=None,
             world=None,
         )  # fmt: skip
-    terms = Terms(
+    config = BalanceConfig(
         num_stages=num_stages,
         placement=None if program is None else program.placement,
         in_flight=None if program is None else _peak_in_flight(program),
@@ -121,7 +121,7 @@ def split(
         if costs is not None:
             measured.save(costs)
     if cut is None:
-        counts, made = _balance(measured, terms, program)
+        counts, made = _balance(measured, config, program)
     else:
         counts, made = cut.counts(measured.blocks), f"layout {cut}"
     plan = measured.plan(
@@ -132,7 +132,7 @@ def split(
     if as_json:
         typer.echo(json.dumps(plan.to_dict(), indent=2))
         return
-    _show(plan, measured, counts, terms)
+    _show(plan, measured, counts, config)
     if output is not None:
         typer.echo(f"wrote {output}")
 
@@ -160,14 +160,16 @@ def _measure(request: ModelRequest, runs: int) -> Profile:
     return repeat_layers(measured, trunks) if trunks else measured
 
 
-def _balance(measured: Profile, terms: Terms, program: Program | None) -> tuple[Sequence[int], str]:
+def _balance(
+    measured: Profile, config: BalanceConfig, program: Program | None
+) -> tuple[Sequence[int], str]:
     """The number of blocks per stage, and the aim of the balance."""
-    is_step = terms.objective is SplitObjective.STEP
-    times_only = terms.memory_limit is None and terms.bandwidth is None and not terms.latency_s
+    is_step = config.objective is SplitObjective.STEP
+    times_only = config.memory_limit is None and config.bandwidth is None and not config.latency_s
     if program is not None and times_only and not is_step:
         found = balance_for(measured, program)
     else:
-        found = balanced(measured, terms)
+        found = balanced(measured, config)
     aim = "the slowest stage" if program is None else program.name
     return found.counts, "balanced for " + ("a step's length" if is_step else aim)
 
@@ -187,22 +189,22 @@ def _peak_in_flight(program: Program) -> list[int]:
 # --- the table ----------------------------------------------------------------------------------
 
 
-def _show(plan: Plan, measured: Profile, counts: Sequence[int], terms: Terms) -> None:
-    rows = [_row(plan, terms, stage) for stage in range(plan.num_stages)]
+def _show(plan: Plan, measured: Profile, counts: Sequence[int], config: BalanceConfig) -> None:
+    rows = [_row(plan, config, stage) for stage in range(plan.num_stages)]
     title = f"{plan.model}: {numbers_of(block=len(measured.blocks), stage=plan.num_stages)}"
     shown = out.table(*rows[0], numbers=_NUMBERS, title=title)
     for row in rows:
         shown.add_row(*row.values())
     console = out.console()
     out.print_table(shown, console)
-    console.print(_slowest(measured, counts, terms), soft_wrap=True)
+    console.print(_slowest(measured, counts, config), soft_wrap=True)
     typer.echo(f"layout {Layout.of(measured.blocks, counts)}")
     console.print(plan.made, markup=False, soft_wrap=True, style="dim")
 
 
-def _row(plan: Plan, terms: Terms, stage: int) -> dict[str, str]:
+def _row(plan: Plan, config: BalanceConfig, stage: int) -> dict[str, str]:
     """The table row of a stage, by column."""
-    costs, placement = plan.costs[stage], terms.placement
+    costs, placement = plan.costs[stage], config.placement
     row = {"stage": f"[bold]{stage}[/]"}
     if placement is not None:
         places = range(stage, placement.num_stages, placement.num_model_stages)
@@ -214,18 +216,18 @@ def _row(plan: Plan, terms: Terms, stage: int) -> dict[str, str]:
         "share": f"{costs.time_s / sum(each.time_s for each in plan.costs):.2%}",
         "activations": out.bytes_text(costs.activation_bytes),
     }
-    if terms.memory_limit is not None:
-        row["holds"] = out.bytes_text(terms.held_bytes(costs, terms.flights[stage]))
+    if config.memory_limit is not None:
+        row["holds"] = out.bytes_text(config.held_bytes(costs, config.stage_in_flight[stage]))
     row["sends"] = out.bytes_text(costs.sent_bytes) if costs.sends else ""
     times = Counter(costs.sends)
     row["across"] = "\n".join(f"{n} × {each}" if n > 1 else each for each, n in times.items())
     return row
 
 
-def _slowest(measured: Profile, counts: Sequence[int], terms: Terms) -> str:
+def _slowest(measured: Profile, counts: Sequence[int], config: BalanceConfig) -> str:
     """The slowest stage or rank, compared with the mean."""
-    what = "stage" if terms.placement is None else "rank"
-    times = weigh(measured, counts, placement=terms.placement).rank_time_s
+    what = "stage" if config.placement is None else "rank"
+    times = split_costs(measured, counts, placement=config.placement).rank_time_s
     mean_s = sum(times) / len(times)
     return (
         f"slowest {what} [bold]{out.seconds_text(max(times))}[/] per microbatch, forward and "

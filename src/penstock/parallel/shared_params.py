@@ -37,7 +37,7 @@ from penstock.stage.dtensor import local_part
 from penstock.stage.stage import Stage
 from penstock.stage.wrappers import named_plainly, plain_name, unwrapped
 
-__all__ = ["SharedParams", "owner_of"]
+__all__ = ["SharedParams", "shared_params_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class _Shared:
     key: tuple[int, str]
     label: str  # the name of the first local copy, for messages
     ranks: tuple[int, ...]  # with a copy, in ascending order
-    home: int  # the rank of the first stage, which broadcasts its value
+    src_rank: int  # the rank of the first stage, which broadcasts its value
     tensors: tuple[Tensor, ...]  # this process's distinct ones, in stage order
 
     @property
@@ -152,10 +152,10 @@ class SharedParams:
         for shared in self._shared:
             if shared.is_summed:
                 self._counted |= dict.fromkeys(map(id, shared.tensors), False)
-                self._counted[id(shared.tensors[0])] = self._is_home(shared)
+                self._counted[id(shared.tensors[0])] = self._is_src(shared)
 
-    def _is_home(self, shared: _Shared) -> bool:
-        return self._transport is None or self._transport.rank == shared.home
+    def _is_src(self, shared: _Shared) -> bool:
+        return self._transport is None or self._transport.rank == shared.src_rank
 
     def _find(self, *, buffers: bool = False) -> Iterator[_Shared]:
         """Find the shared parameters, or buffers, of this process's stages, sorted by key."""
@@ -179,14 +179,14 @@ class SharedParams:
                     key=(number, name),
                     label=f"{'.'.join(filter(None, (group[stage], name)))} of stage {stage}",
                     ranks=self._ranks_of(group) if self._transport is not None else (0,),
-                    home=self._placement.rank_of(min(group)),
+                    src_rank=self._placement.rank_of(min(group)),
                     tensors=tuple(tensors.values()),
                 )
 
     # --- before the first step ---------------------------------------------------------------
 
-    def agree(self) -> None:
-        """Compare all copies and overwrite them with the first; a collective, called once.
+    def broadcast_values(self) -> None:
+        """Check that all copies match, then broadcast the first stage's; a collective, called once.
 
         Raises:
             PartitionError: copies differ in shape, dtype or shards; raised on every rank.
@@ -198,9 +198,9 @@ class SharedParams:
         self._compare(found)
         with torch.no_grad():
             for bucket in _buckets(found):
-                values = [s.local if self._is_home(s) else None for s in bucket]
+                values = [s.local if self._is_src(s) else None for s in bucket]
                 for shared, value in zip(bucket, self._sum(bucket, values), strict=True):
-                    assert value is not None, "the home rank has it"
+                    assert value is not None, "the source rank has it"
                     for tensor in shared.tensors:
                         _local(tensor).copy_(value)
 
@@ -312,7 +312,7 @@ def _exchange(
 _live: list[weakref.ref[SharedParams]] = []
 
 
-def owner_of(param: Tensor) -> SharedParams | None:
+def shared_params_of(param: Tensor) -> SharedParams | None:
     """The latest live pipeline with the parameter ``param``."""
     alive = (ref() for ref in reversed(_live))
     return next((p for p in alive if p is not None and p.counts_here(param) is not None), None)
@@ -360,14 +360,14 @@ def _named(module: nn.Module, stage: int, name: str, buffers: bool) -> dict[str,
 
 
 def _buckets(found: Iterable[_Shared]) -> Iterator[list[_Shared]]:
-    """Group tensors with the same ranks, home and device into buckets of bounded size.
+    """Group tensors with the same ranks, source and device into buckets of bounded size.
 
     The order is the same on every rank. So all ranks of the first unfinished bucket have reached
     it, and no two ranks wait for each other.
     """
 
     def kind(shared: _Shared) -> tuple[Any, ...]:
-        return (shared.ranks, shared.home, shared.local.device.type)
+        return (shared.ranks, shared.src_rank, shared.local.device.type)
 
     for _, alike in groupby(sorted(found, key=lambda s: (*kind(s), *s.key)), key=kind):
         yield from in_buckets(alike, lambda shared: shared.local.nbytes, BUCKET_BYTES)

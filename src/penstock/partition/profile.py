@@ -44,7 +44,7 @@ from penstock.partition.sequential import is_sequence
 from penstock.partition.spec import Example, describe
 from penstock.schedule.program import Program
 from penstock.stage.pytree import map_tensors, tensors_of
-from penstock.stage.rng import undrawn
+from penstock.stage.rng import preserve_rng_state
 
 __all__ = ["OnProgress", "balanced_plan", "measure_model", "profile"]
 
@@ -125,13 +125,13 @@ def _measure(
 ) -> tuple[ProfileRun, list[Times]]:
     """One run without timing; and the median times of F, I and W over runs after a warm-up."""
     report(0, runs + 2, "which blocks run when")
-    with undrawn(profiled.device), torch.enable_grad():
+    with preserve_rng_state(profiled.device), torch.enable_grad():
         run = profiled.on_own_state(lambda: run_profiled(profiled))
         above = profiled.on_own_state(lambda: _hold_memory(profiled))
     measured = []
     for i in range(runs + 1):
         report(i + 1, runs + 2, f"run {i} of {runs}" if i else "warm-up")
-        with undrawn(profiled.device), torch.enable_grad():
+        with preserve_rng_state(profiled.device), torch.enable_grad():
             measured.append(profiled.on_own_state(lambda: measure_times(profiled, run)))
     del above
     report(runs + 2, runs + 2, "done")

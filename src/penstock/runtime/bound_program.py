@@ -65,7 +65,7 @@ class BoundProgram:
         self._stages = stages
         self._transports = transports
         self._streams = streams
-        self._is_alone = len(transports) == program.num_ranks
+        self._is_single_process = len(transports) == program.num_ranks
         placement = program.placement
         # With several copies of the model, the first copy's ranks broadcast.
         self._entry_ranks = [placement.rank_of(stage) for stage in placement.entries]
@@ -111,11 +111,11 @@ class BoundProgram:
         self._num_begun += 1
         transport, first = self._transports[0], self._entry_ranks[0]
         # The first rank's keyword arguments are part of its inputs.
-        kwargs = () if self._is_alone or transport.rank == first else step.kwargs
+        kwargs = () if self._is_single_process or transport.rank == first else step.kwargs
         conditions = run_conditions(self._stages.values(), self._device)
         gathered = transport.all_gather_ints(condition_id(conditions, kwargs, self._num_begun))
         self._check_given(step)
-        enters = self._is_alone or transport.rank in self._entry_ranks
+        enters = self._is_single_process or transport.rank in self._entry_ranks
         ids = [0] * self.program.num_microbatches
         if enters and step.args is not None:
             ids = shape_ids(step.args, step.kwargs, gathered, self._num_begun)
@@ -176,7 +176,7 @@ class BoundProgram:
 
     def _share_results(self, step: StepState) -> Tensor | None:
         computed = [loss for loss in step.losses if loss is not None]
-        if self._is_alone:
+        if self._is_single_process:
             return torch.stack(computed) if computed else None
         (transport,) = self._transports
         if self._exchanges_outputs(step) and transport.rank in self._exit_ranks:
@@ -220,7 +220,9 @@ class BoundProgram:
         for transport in self._transports:
             queues: dict[int, RecvQueue] = {}
             # Within one process no message is in flight: a sent message has arrived.
-            acknowledged = {} if self._is_alone else acknowledgements(program, transport.rank)
+            acknowledged = (
+                {} if self._is_single_process else acknowledgements(program, transport.rank)
+            )
             for index in placement.stages_of(transport.rank):
                 stage = self._stages[index]
                 neighbors: list[Neighbor | None] = []
@@ -252,7 +254,7 @@ class BoundProgram:
 
     def _bind(self) -> list[BoundAction]:
         program = self.program
-        if self._is_alone:
+        if self._is_single_process:
             steps = [step for _, step in global_order(program)]
         else:
             steps = list(program.ranks[self._transports[0].rank])

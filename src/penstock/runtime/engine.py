@@ -20,7 +20,7 @@ from penstock.parallel.data_parallel import Replicas, replicas_of
 from penstock.parallel.shared_params import SharedParams
 from penstock.partition.ties import SharedBuffers, Tie
 from penstock.runtime.bound_program import BoundProgram
-from penstock.runtime.comm.agreement import agree, digest
+from penstock.runtime.comm.agreement import check_consistent, digest
 from penstock.runtime.comm.base import Transport
 from penstock.runtime.comm.nccl import channels_of
 from penstock.runtime.config import RunConfig
@@ -101,7 +101,7 @@ class Engine:
         weakref.finalize(self, _close, self.transports).atexit = False
 
     @property
-    def _is_alone(self) -> bool:
+    def _is_single_process(self) -> bool:
         """True if all ranks are in this process."""
         return len(self.transports) == self.program.num_ranks
 
@@ -149,10 +149,10 @@ class Engine:
 
     def _begin_call(self, call: str) -> None:
         for transport in self.transports:
-            transport.begin(f"{call} of schedule {transport.number}")
+            transport.begin(f"{call} of schedule {transport.schedule_index}")
 
     def _agree(self, step: StepState, call: str) -> None:
-        """Check before the first step that all ranks have the same program and options."""
+        """Check before the first step that all ranks have one program and one set of options."""
         program, config = self.program, self.config
         # Of the requested program, since ranks may differ in sharding and in file names.
         text = digest(to_json(replace(self.requested, name="")))
@@ -168,9 +168,9 @@ class Engine:
             "what stages share": self._shared_params.facts,
             "the first call": call,
         }
-        inputs = (0, 0) if self._is_alone else inputs_digest(step.args, step.kwargs)
-        agree(facts, self.transports, {"the program": f"{program.name} {text}"}, inputs)
-        self._shared_params.agree()
+        inputs = (0, 0) if self._is_single_process else inputs_digest(step.args, step.kwargs)
+        check_consistent(facts, self.transports, {"the program": f"{program.name} {text}"}, inputs)
+        self._shared_params.broadcast_values()
         self._agreed = True
 
     def _find_replicas(self) -> bool:
@@ -233,7 +233,7 @@ class Engine:
         """Enter a collective call, whose exceptions are reported to all ranks."""
         if self.failure is not None:
             advice = "start the processes again, from a checkpoint"
-            if self._is_alone:
+            if self._is_single_process:
                 advice = "make a new one, over the same model"
             raise PeerError(
                 f"an earlier step failed, and this schedule can't go on; {advice}: {self.failure}"
@@ -248,7 +248,7 @@ class Engine:
     def _fail(self, error: BaseException) -> BaseException | None:
         """Report ``error`` to all ranks; returns the error to raise instead, if any."""
         bound, self._running = self._running, None
-        if self._is_alone and (bound is None or not bound.executor.marks):
+        if self._is_single_process and (bound is None or not bound.executor.marks):
             return None  # nothing has run, so no other rank is affected
         failed = None if bound is None else bound.executor.failed
         placed = _placed(error, failed, self.program) if failed is not None else error
@@ -269,7 +269,7 @@ class Engine:
         """The trace of the last step on all ranks. A collective call."""
         program = self._last.program
         encoded = [self._last.executor.encode_spans(program.placement)]
-        if not self._is_alone:
+        if not self._is_single_process:
             with self:
                 self._begin_call("trace()")
                 encoded = self.transports[0].all_gather_bytes(encoded[0])

@@ -405,7 +405,7 @@ def num_chunks(mappings: Mapping[str, Sequence[Any] | None]) -> int | None:
 def inputs_digest(
     args: Sequence[tuple[Any, ...]] | None, kwargs: Sequence[Mapping[str, Any]]
 ) -> tuple[int, int]:
-    """Two numbers by which ranks compare their inputs: of their names, and of a few elements.
+    """Two checksums of the inputs, compared between ranks: argument names, and sampled elements.
 
     Both are 0 on a rank without inputs, whose ``args`` are None.
     """

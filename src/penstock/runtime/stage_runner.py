@@ -180,7 +180,7 @@ class StageRunner:
     def _receive(
         self, queue: RecvQueue | None, metas_of: MetasOf, state: MicrobatchState
     ) -> PendingReceive:
-        """Post a receive, or defer it until its metadata has come."""
+        """Post a receive, or defer it, for lack of metadata, until it is waited for."""
         assert queue is not None
         metas = None if queue.deferred else metas_of(state, None)
         if metas is None:

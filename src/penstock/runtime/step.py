@@ -199,7 +199,7 @@ class BatchSplitter:
     # --- merging -----------------------------------------------------------------------------
 
     def merge_losses(self, losses: Tensor | None) -> Tensor | None:
-        """The losses of the batch's microbatches, of those of the program's."""
+        """Reduce the losses of sequence chunks to one loss per microbatch."""
         if self._num_splits == 1 or losses is None:
             return losses
         by_microbatch = losses.reshape(-1, self._num_splits)

@@ -18,7 +18,7 @@ from penstock.schedule.registry import build, schedules
 from penstock.schedule.rules import COMPUTE, INPUT_GRADS
 from penstock.search.exact import improve
 from penstock.search.local_search import exchange_in_rounds
-from penstock.search.patterns import PatternParams, PatternSearch, legs, run_pattern
+from penstock.search.patterns import PatternParams, PatternSearch, local_stage_index, run_pattern
 from penstock.search.priority_schedule import schedule_by_priority
 from penstock.search.problem import SearchProblem
 from penstock.search.state import Budget, SearchState, meets
@@ -82,7 +82,7 @@ def first(state: SearchState) -> None:
     for problem in state.problems:
         if state.is_late(times=2):
             return
-        stretch = (0.0,) * (2 * max(legs(problem)) + 2)
+        stretch = (0.0,) * (2 * max(local_stage_index(problem)) + 2)
         tight = PatternParams(stretch=stretch, packed=True, width=1.0)
         state.note_order(problem, run_pattern(problem, tight).order, "periodic patterns")
 

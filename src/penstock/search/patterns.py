@@ -29,7 +29,7 @@ from penstock.search.problem import SearchProblem, TimedOrder
 from penstock.simulate.costs import Costs
 
 __all__ = ["PatternParams", "PatternSearch", "TriedPattern", "few_microbatches", "in_flight"]
-__all__ += ["lay_pattern", "legs", "run_pattern"]
+__all__ += ["lay_pattern", "local_stage_index", "run_pattern"]
 
 _NEAR = 1e-9
 _POOL = 8
@@ -39,8 +39,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "weight_delay": (0.0, 0.0, 0.5, 1.0, 2.0, 4.0),
     "weight_slope": (0.0, 0.0, 1.0, 2.0, 4.0, 16.0),
     "packed": (True, False),
-    "longer": (1.0, 1.0, 1.0, 1.05, 1.1, 1.2),
-    "evened": (True, False),
+    "period_factor": (1.0, 1.0, 1.0, 1.05, 1.1, 1.2),
+    "use_mean_costs": (True, False),
     "width": (None, 1.0, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0),
     "extra": (0, 0, 0, 1, 2),
     "patience": (0.0, 0.0, 0.0, 0.5, 1.0),
@@ -52,14 +52,15 @@ class PatternParams:
     """The parameters of a pattern, a few numbers for any number of ranks.
 
     Args:
-        stretch: for each leg (see ``legs``), forwards then backwards, the delay after each action
-            of the chain, as a fraction of the action's time; at least -1.
+        stretch: for each local stage (see ``local_stage_index``), forwards then backwards, the
+            delay after each action of the chain, as a fraction of the action's time; at least -1.
         weight_delay: the delay of weight gradients, in periods.
         weight_slope: the additional delay on the last rank compared with the first, in periods.
         packed: if True, actions must not overlap within the period; if False, they may.
-        longer: the period, as a multiple of the busiest rank's work per microbatch.
-        evened: if True, the order is chosen at the mean costs of all stages: with tight memory,
-            ranks that follow a fixed order run more evenly than ranks that run any ready action.
+        period_factor: the period, as a multiple of the busiest rank's work per microbatch.
+        use_mean_costs: if True, the order is chosen at the mean costs of all stages: with tight
+            memory, ranks that follow a fixed order run more evenly than ranks that run any ready
+            action.
         width: the number of microbatches that stages may hold, as a multiple of the pattern's; None
             for the memory limit alone.
         extra: the number of microbatches allowed on top of ``width``.
@@ -70,8 +71,8 @@ class PatternParams:
     weight_delay: float = 0.0
     weight_slope: float = 0.0
     packed: bool = False
-    longer: float = 1.0
-    evened: bool = False
+    period_factor: float = 1.0
+    use_mean_costs: bool = False
     width: float | None = None
     extra: int = 0
     patience: float = 0.0
@@ -87,7 +88,7 @@ def in_flight(problem: SearchProblem, pattern: PeriodicPattern) -> tuple[int, ..
     return tuple(found)
 
 
-def legs(problem: SearchProblem) -> tuple[int, ...]:
+def local_stage_index(problem: SearchProblem) -> tuple[int, ...]:
     """For each stage, its index among the stages of its rank."""
     ranks = problem.placement.stage_ranks
     return tuple(ranks[:stage].count(rank) for stage, rank in enumerate(ranks))
@@ -100,8 +101,8 @@ def lay_pattern(problem: SearchProblem, params: PatternParams) -> PeriodicPatter
     work = [0.0] * num_ranks
     for rank, duration in zip(problem.ranks, durations, strict=True):
         work[rank] += duration
-    period = max(work) * params.longer
-    leg_of = legs(problem)
+    period = max(work) * params.period_factor
+    leg_of = local_stage_index(problem)
     num_legs = max(leg_of) + 1
     slots = [PeriodicSlots(period) for _ in range(num_ranks)]
     starts = [0.0] * problem.num_kinds
@@ -126,7 +127,10 @@ def lay_pattern(problem: SearchProblem, params: PatternParams) -> PeriodicPatter
 
 def run_pattern(problem: SearchProblem, params: PatternParams) -> TimedOrder:
     """The order given by the pattern with these parameters, at the true costs."""
-    seen, windows = replace(problem, costs=_mean(problem)) if params.evened else problem, None
+    seen, windows = (
+        replace(problem, costs=_mean(problem)) if params.use_mean_costs else problem,
+        None,
+    )
     pattern = lay_pattern(seen, params)
     if params.width is not None:
         scaled = (int(number * params.width + 0.5) for number in in_flight(seen, pattern))
@@ -137,7 +141,7 @@ def run_pattern(problem: SearchProblem, params: PatternParams) -> TimedOrder:
         windows=windows,
         patience=params.patience * sum(seen.durations) / seen.num_kinds,
     )
-    if params.evened:
+    if params.use_mean_costs:
         replayed = problem.replay(found.order)
         assert replayed is not None, "an order that runs at some costs runs at all"
         found = replayed
@@ -193,9 +197,9 @@ class PatternSearch:
         self.whole = problem
         self._problem = problem.resized(few_microbatches(problem))
         self._random = random.Random(seed)
-        self._legs = max(legs(problem)) + 1
+        self._legs = max(local_stage_index(problem)) + 1
         uneven = len(set(problem.durations)) > 1
-        self._choices = {**_CHOICES, "evened": (True, False) if uneven else (False,)}
+        self._choices = {**_CHOICES, "use_mean_costs": (True, False) if uneven else (False,)}
         self._seen: set[PatternParams] = set()
         self._firsts = self._known()
         self.best: list[TriedPattern] = []
@@ -230,12 +234,12 @@ class PatternSearch:
 
     def _known(self) -> Iterator[PatternParams]:
         """Known good parameters: tight or loose, weight gradients early or late."""
-        for width, packed, (delay, slope), back, evened in product(
+        for width, packed, (delay, slope), back, use_mean_costs in product(
             (1.0, None, 1.5),
             (True, False),
             ((0.0, 0.0), (0.0, 4.0), (1.0, 16.0), (2.0, 2.0)),
             (0.0, 1.0),
-            self._choices["evened"],
+            self._choices["use_mean_costs"],
         ):
             yield PatternParams(
                 stretch=(0.0,) * self._legs + (back,) * self._legs,
@@ -243,7 +247,7 @@ class PatternSearch:
                 weight_slope=slope,
                 packed=packed,
                 width=width,
-                evened=evened,
+                use_mean_costs=use_mean_costs,
             )
 
     def _random_params(self) -> PatternParams:

@@ -28,8 +28,8 @@ __all__ = [
     "PerEdge",
     "as_number",
     "build_for",
-    "share_of",
-    "share_out",
+    "costs_divisor",
+    "per_stage_costs",
     "wanted_costs",
 ]
 
@@ -282,30 +282,30 @@ def wanted_costs(costs: Costs, name: str) -> dict[str, object]:
     return {each: getattr(costs, each) for each in family(name).options if each in known}
 
 
-def share_of(program: Program) -> float:
-    """The divisor from the costs of a rank's part of the model to those of a stage or its chunk.
+def costs_divisor(program: Program) -> float:
+    """The ratio of a rank's costs to those of one of its stages, or of one sequence chunk.
 
     A rank's part is one P-th of the model: several stages, one, or less if ranks hold copies.
 
     Example:
-        >>> [share_of(build(name, ranks=4, microbatches=8)) for name in ("zbv", "dualpipe")]
+        >>> [costs_divisor(build(name, ranks=4, microbatches=8)) for name in ("zbv", "dualpipe")]
         [2.0, 1.0]
     """
     return program.placement.num_model_stages / program.num_ranks * program.num_splits
 
 
-def share_out(costs: Costs, share: float) -> Costs:
+def per_stage_costs(costs: Costs, share: float) -> Costs:
     """The costs of one of several equal stages, from the costs of a rank's whole part of the model.
 
     Args:
         costs: one number each; costs of messages are kept.
-        share: the divisor (``share_of``).
+        share: the divisor (``costs_divisor``).
 
     Raises:
         ScheduleError: a cost that is given per stage.
 
     Example:
-        >>> share_out(Costs(forward=3, latency=1), 2).forward
+        >>> per_stage_costs(Costs(forward=3, latency=1), 2).forward
         1.5
     """
     names = _SHARED if costs.activation_bytes is None else _SHARED + _SHARED_BYTES

@@ -26,11 +26,11 @@ from penstock.schedule.rules import (
 from penstock.simulate.costs import Costs
 from penstock.trace import Span, Trace
 
-__all__ = ["StepCauses", "causes_of", "makers", "needed_by"]
+__all__ = ["StepCauses", "causes_of", "producers", "needed_by"]
 
 _RECEIVES = frozenset(RECEIVE_FOR.values())
 # A rank starts these actions without waiting for their end.
-_ASIDE = _RECEIVES | HOST_TRANSFERS
+_NON_BLOCKING = _RECEIVES | HOST_TRANSFERS
 _SENDING = {Op.FORWARD: +1, Op.INPUT_GRAD: -1, Op.FULL_BACKWARD: -1}
 # A tolerance for sums of the same costs in another order.
 _CLOSE = 1e-9
@@ -45,7 +45,7 @@ def causes_of(trace: Trace) -> StepCauses:
     return StepCauses(steps, pause=pause, name=trace.name)
 
 
-def makers(spans: Iterable[Span]) -> dict[Action, Span]:
+def producers(spans: Iterable[Span]) -> dict[Action, Span]:
     """By action, the span that fulfils it: its own span, or the span of a full backward."""
     return {
         action(span.action.stage, op, span.action.microbatch): span
@@ -94,7 +94,7 @@ class StepCauses:
         self._places: dict[Action, tuple[int, int, Span]] = {}
         for rank, ranks_steps in enumerate(steps):
             for index, spans in enumerate(ranks_steps):
-                for act, span in makers(spans).items():
+                for act, span in producers(spans).items():
                     self._places.setdefault(act, (rank, index, span))
         self._transfers = any(act.op in _RECEIVES for act in self._places)
 
@@ -192,7 +192,7 @@ class StepCauses:
     def _before(self, rank: int, index: int) -> int | None:
         """The previous step that a rank waits for."""
         steps = self._steps[rank]
-        earlier = (i for i in reversed(range(index)) if steps[i][0].action.op not in _ASIDE)
+        earlier = (i for i in reversed(range(index)) if steps[i][0].action.op not in _NON_BLOCKING)
         return next(earlier, None)
 
     def _free(self, rank: int, index: int) -> float:
@@ -219,4 +219,4 @@ class StepCauses:
         if maker != rank and self._costs is not None and self._placement is not None:
             end += self._costs.travel(act.stage, stage, self._placement)
         # The rank's own results are available as soon as it is free.
-        return maker != rank or spans[0].action.op in _ASIDE, end
+        return maker != rank or spans[0].action.op in _NON_BLOCKING, end

@@ -4,10 +4,10 @@
     ├──────────────┼──────────────────┤
     activation     weight_grad        nothing
 
-A full backward holds the activation to its end. A recomputed activation is dropped after F and held
-again from RECOMPUTE on. An offloaded activation is on the host from the end of its copy to the
-start of the copy back. Parameters, gradients, optimizer state and the buffers of boundaries are
-held throughout. A rank holds the sum over its stages.
+A full backward holds the activation to its end. Of a recomputed activation only ``recompute_bytes``
+are held from F on, and the whole again from RECOMPUTE on. An offloaded activation is on the host
+from the end of its copy to the start of the copy back. Parameters, gradients, optimizer state and
+the buffers of boundaries are held throughout. A rank holds the sum over its stages.
 
 The peaks of a program follow from the order of its steps alone, and the curve over time from
 simulated times. The search and all other users of memory limits apply this rule.

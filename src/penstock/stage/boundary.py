@@ -7,9 +7,9 @@
     hidden               (hidden,)              hidden
     {"h": hidden}        ({"h": hidden},)       the dict
 
-None is structure of the tree, not a leaf: it is described once and sends nothing. The sender makes
-a ``BoundarySpec`` of the first value that crosses, sends it as JSON (never pickled objects), and
-checks later values against it.
+None is structure of the tree, not a leaf: the metadata describes it, and no tensor is sent. The
+sender makes a ``BoundarySpec`` of the first value that crosses, sends it as JSON (never pickled
+objects), and checks later values against it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ __all__ = [
     "seed_random_state",
     "set_host_random_states",
     "set_random_state",
-    "undrawn",
+    "preserve_rng_state",
 ]
 
 # The kinds of devices that draw from the CPU's generator.
@@ -173,7 +173,7 @@ def set_host_random_states(states: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def undrawn(device: torch.device) -> Iterator[None]:
+def preserve_rng_state(device: torch.device) -> Iterator[None]:
     """Restore the generators of the device and the host at exit."""
     states = host_random_states()
     before = {place: random_state(place) for place in {torch.device("cpu"), device}}

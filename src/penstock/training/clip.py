@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.cause import own_group
 from penstock.errors import StageError
-from penstock.parallel.shared_params import owner_of
+from penstock.parallel.shared_params import shared_params_of
 from penstock.runtime.comm.process_group import all_gather_ints, collective_call, control_group
 from penstock.stage.device_streams import indexed
 from penstock.stage.dtensor import full_tensor, is_dtensor, max_magnitude
@@ -101,7 +101,7 @@ def clip_grad_norm_(
 
 def _refuse_default_group(params: Iterable[Tensor], num_ranks: int) -> None:
     """Refuse the default group if it includes replicas, whose gradients would count twice."""
-    owners = filter(None, map(owner_of, params))
+    owners = filter(None, map(shared_params_of, params))
     if sizes := {owner.num_processes for owner in owners} - {num_ranks}:
         raise ValueError(
             f"the default group has {num_ranks} ranks, and the pipeline of these parameters "
@@ -110,7 +110,7 @@ def _refuse_default_group(params: Iterable[Tensor], num_ranks: int) -> None:
 
 
 def _counts_here(param: Tensor) -> bool:
-    owner = owner_of(param)
+    owner = shared_params_of(param)
     return owner is None or bool(owner.counts_here(param))
 
 
@@ -120,7 +120,7 @@ def _local_norms(
     """The norms of the gradients that count in this process, by mesh."""
     norms = []
     for params in by_mesh:
-        owned = [(param.grad, owner_of(param), param) for param in params]
+        owned = [(param.grad, shared_params_of(param), param) for param in params]
         grads = [
             g for g, owner, p in owned if g is not None and (not owner or owner.counts_here(p))
         ]

@@ -58,7 +58,7 @@ class Drawing:
     """The layout of one step."""
 
     boxes: Columns  # computations and copies; alpha: opacity while the critical path is shown
-    blocks: Columns  # frames around overlapped pairs
+    overlapped_pairs: Columns  # frames around overlapped pairs
     path: Columns  # frames around the critical path, and lines from each box to the next
     memory: Columns  # points x and y of one outline, ranks separated by NaN
     peaks: tuple[float, ...]  # peak memory per rank
@@ -125,7 +125,7 @@ def arrange(
     boxes = _boxes(trace, spans, axes, causes.cause, set(path), pairs.values(), differences or {})
     return Drawing(
         boxes=_columns(_BOX_COLUMNS, boxes),
-        blocks=_columns(_FRAME_COLUMNS, map(axes.frame, pairs.values())),
+        overlapped_pairs=_columns(_FRAME_COLUMNS, map(axes.frame, pairs.values())),
         path=_path(path, axes),
         memory=_outline(curves, axes, end, max(peaks, default=0.0)),
         peaks=peaks,

@@ -19,7 +19,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.action import Overlap
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import parse_action, parse_step
-from penstock.simulate.critical_path import makers, needed_by
+from penstock.simulate.critical_path import needed_by, producers
 from penstock.trace import Span, Trace
 from penstock.view.palette import name_of
 
@@ -147,7 +147,7 @@ def _complete_event(span: Span, scale: float, block: Overlap | None) -> _Event:
 
 def _arrows(trace: Trace, scale: float) -> list[_Event]:
     """A pair of flow events for each result that crosses ranks."""
-    made = makers(trace.spans)
+    made = producers(trace.spans)
     events: list[_Event] = []
     for span in trace.spans:
         for needed in needed_by(span.action) if span.action.op in COMPUTE else ():

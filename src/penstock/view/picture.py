@@ -139,7 +139,7 @@ def _draw_lanes(axes: Axes, drawing: Drawing, inches: float) -> None:
         looks.setdefault((colour, edge if label else 0.0), []).append(each)
     for (colour, width), corners in sorted(looks.items()):
         _add(axes, corners, facecolors=colour, edgecolors="white", linewidths=width)
-    frames = _corners(drawing.blocks)
+    frames = _corners(drawing.overlapped_pairs)
     _add(axes, frames, facecolors="none", edgecolors=FRAME, linewidths=2 * edge)
     _draw_labels(axes, boxes, inches)
 

@@ -23,7 +23,7 @@ from penstock.schedule.family import parse_options
 from penstock.schedule.messages import numbers_of
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family, refuse_options, schedules
-from penstock.simulate.costs import Costs, share_of, share_out, wanted_costs
+from penstock.simulate.costs import Costs, costs_divisor, per_stage_costs, wanted_costs
 from penstock.simulate.simulation import Simulation, simulate
 from penstock.view.page import CARD, figures_html, figures_of, heading_html, legend_html, tag
 from penstock.view.palette import FONT, amount
@@ -205,7 +205,7 @@ def _simulated(
     With ``per_rank``, costs are for a rank's whole part of the model, not for a stage.
     """
     program = _built(name, ranks, microbatches, virtual, options)
-    return simulate(program, share_out(costs, share_of(program)) if per_rank else costs)
+    return simulate(program, per_stage_costs(costs, costs_divisor(program)) if per_rank else costs)
 
 
 @lru_cache(maxsize=64)

@@ -218,7 +218,7 @@ class Timeline:
         self.plot.title.text = title
         self.plot.xaxis.axis_label = axis_label(unit or trace.unit)
         self.set_end(drawing.end)
-        self.block_frames.data = _packed(drawing.blocks)
+        self.block_frames.data = _packed(drawing.overlapped_pairs)
         self.path_boxes.data = drawing.path
         self.memory_outline.data = _packed(drawing.memory)
         # Set last, since this triggers the update of labels.

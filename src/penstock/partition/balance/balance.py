@@ -24,7 +24,7 @@ from penstock.partition.plan import StageCosts
 from penstock.schedule.placement import Placement
 from penstock.simulate.memory import held_bytes
 
-__all__ = ["Balance", "SplitObjective", "Terms", "balance", "balanced", "weigh"]
+__all__ = ["Balance", "SplitObjective", "BalanceConfig", "balance", "balanced", "split_costs"]
 
 BlockTimes: TypeAlias = Profile | Sequence[BlockCosts] | Sequence[float]
 
@@ -64,7 +64,7 @@ class Balance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class BalanceConfig:
     """The constraints and the objective of a split: the arguments of ``balance``."""
 
     num_stages: int
@@ -129,7 +129,7 @@ class Terms:
         return tuple(limits[rank] for rank in self.placement.stage_ranks)
 
     @property
-    def flights(self) -> tuple[int, ...]:
+    def stage_in_flight(self) -> tuple[int, ...]:
         """The microbatches in flight on each stage: 1F1B's by default."""
         if self.in_flight is not None:
             return tuple(self.in_flight)
@@ -210,34 +210,34 @@ def balance(
     names = [known.value for known in SplitObjective]
     if not isinstance(objective, SplitObjective) and objective not in names:
         raise PartitionError(f"objective {objective!r} is unknown; known are {names}")
-    terms = Terms(
+    config = BalanceConfig(
         num_stages=num_stages, placement=placement, objective=SplitObjective(objective),
         memory_limit=memory_limit, in_flight=in_flight, state_factor=state_factor,
         bandwidth=bandwidth, latency_s=latency_s, microbatches=microbatches,
     )  # fmt: skip
     _require(0 <= slack < math.inf, f"slack is {slack}, expected a share ≥ 0, such as 0.02")
-    return balanced(costs, terms, slack)
+    return balanced(costs, config, slack)
 
 
-def balanced(costs: BlockTimes, terms: Terms, slack: float = 0.0) -> Balance:
-    """The best split under these terms; see ``balance``."""
+def balanced(costs: BlockTimes, config: BalanceConfig, slack: float = 0.0) -> Balance:
+    """The best split under these config; see ``balance``."""
     blocks = _blocks_of(costs)
-    chain = _chain_of(blocks, terms)
-    if terms.shares_ranks:
-        ends, is_proven = _shared_ends(chain, terms, slack)
+    chain = _chain_of(blocks, config)
+    if config.shares_ranks:
+        ends, is_proven = _shared_ends(chain, config, slack)
     else:
-        ends, is_proven = _own_ends(chain, terms), True
-    return _balance_of(blocks, chain, terms, ends, is_proven)
+        ends, is_proven = _own_ends(chain, config), True
+    return _balance_of(blocks, chain, config, ends, is_proven)
 
 
-def weigh(
+def split_costs(
     costs: BlockTimes, counts: Sequence[int], *, placement: Placement | None = None
 ) -> Balance:
     """The costs of a given split, without transfers; arguments are those of ``balance``."""
-    terms = Terms(num_stages=len(counts), placement=placement)
+    config = BalanceConfig(num_stages=len(counts), placement=placement)
     blocks = _blocks_of(costs)
     ends = list(accumulate(counts, initial=0))
-    return _balance_of(blocks, _chain_of(blocks, terms), terms, ends, is_proven=False)
+    return _balance_of(blocks, _chain_of(blocks, config), config, ends, is_proven=False)
 
 
 def _blocks_of(costs: BlockTimes) -> Sequence[BlockCosts]:
@@ -250,50 +250,54 @@ def _blocks_of(costs: BlockTimes) -> Sequence[BlockCosts]:
     ]
 
 
-def _chain_of(blocks: Sequence[BlockCosts], terms: Terms) -> Chain:
-    if len(blocks) < terms.num_stages:
+def _chain_of(blocks: Sequence[BlockCosts], config: BalanceConfig) -> Chain:
+    if len(blocks) < config.num_stages:
         raise PartitionError(
-            f"{len(blocks)} blocks can't make {terms.num_stages} stages, since no stage may be "
+            f"{len(blocks)} blocks can't make {config.num_stages} stages, since no stage may be "
             f"empty; the most that works is num_stages={len(blocks)}"
         )
-    held = ((terms.held_bytes(block, flight) for block in blocks) for flight in terms.flights)
+    held = (
+        (config.held_bytes(block, flight) for block in blocks) for flight in config.stage_in_flight
+    )
     times = tuple(accumulate((block.time_s for block in blocks), initial=0.0))
-    cuts = (terms.crossing_s(block.sent_bytes) for block in blocks[:-1])
+    cuts = (config.crossing_s(block.sent_bytes) for block in blocks[:-1])
     return Chain(
         num_blocks=len(blocks),
-        num_stages=terms.num_stages,
-        loads=(times,) * terms.num_stages,
+        num_stages=config.num_stages,
+        loads=(times,) * config.num_stages,
         crossings=(0.0, *cuts, 0.0),
         held=tuple(tuple(accumulate(each, initial=0.0)) for each in held),
-        limits=terms.limits,
+        limits=config.limits,
     )
 
 
-def _own_ends(chain: Chain, terms: Terms) -> list[int]:
+def _own_ends(chain: Chain, config: BalanceConfig) -> list[int]:
     """The ends of stages with one rank per stage."""
-    pace, free = least_bottleneck(chain), (math.inf,) * chain.num_stages
-    if pace is None:
+    max_load, free = least_bottleneck(chain), (math.inf,) * chain.num_stages
+    if max_load is None:
         # The same search, minimizing the share of its limit that a stage fills instead of its time.
         limited = zip(chain.held, chain.limits, strict=True)
         shares = tuple(tuple(held / limit for held in prefix) for prefix, limit in limited)
         none = (0.0,) * (chain.num_blocks + 1)
         share = least_bottleneck(replace(chain, loads=shares, crossings=none, limits=free))
         assert share is not None, "a split into stages of any size"
-        raise _no_room(chain, terms, "the least that works", share)
+        raise _no_room(chain, config, "the least that works", share)
     # Sums of the same numbers in another order differ in their last bits.
-    pace *= 1 + 1e-12
-    if terms.objective is SplitObjective.STEP and terms.microbatches is not None:
-        return shortest_step(chain, pace, terms.microbatches)
-    return cheapest(chain, pace, level)
+    max_load *= 1 + 1e-12
+    if config.objective is SplitObjective.STEP and config.microbatches is not None:
+        return shortest_step(chain, max_load, config.microbatches)
+    return cheapest(chain, max_load, level)
 
 
-def _shared_ends(chain: Chain, terms: Terms, slack: float) -> tuple[list[int], bool]:
+def _shared_ends(chain: Chain, config: BalanceConfig, slack: float) -> tuple[list[int], bool]:
     """The ends of stages that share ranks, and True if they are proven optimal."""
-    assert terms.placement is not None, "it says which ranks they share"
-    pace, communication = 1.0, 0.0
-    if terms.objective is SplitObjective.STEP and terms.microbatches is not None:
-        pace, communication = float(terms.microbatches - 1), 1.0
-    problem = SharedChain.of(chain, terms.placement, pace=pace, communication_weight=communication)
+    assert config.placement is not None, "it says which ranks they share"
+    weight, communication = 1.0, 0.0
+    if config.objective is SplitObjective.STEP and config.microbatches is not None:
+        weight, communication = float(config.microbatches - 1), 1.0
+    problem = SharedChain.of(
+        chain, config.placement, bottleneck_weight=weight, communication_weight=communication
+    )
     # Start from the best split for one rank per stage.
     free = replace(chain, limits=(math.inf,) * chain.num_stages)
     bottleneck = least_bottleneck(free)
@@ -302,16 +306,20 @@ def _shared_ends(chain: Chain, terms: Terms, slack: float) -> tuple[list[int], b
     ends, is_proven = best_split(problem, begin, slack)
     fullest, _, _ = MutableSplit(problem, ends).value()
     if fullest > 1:
-        raise _no_room(chain, terms, "the least found to work", fullest)
+        raise _no_room(chain, config, "the least found to work", fullest)
     return ends, is_proven
 
 
 def _balance_of(
-    blocks: Sequence[BlockCosts], chain: Chain, terms: Terms, ends: list[int], is_proven: bool
+    blocks: Sequence[BlockCosts],
+    chain: Chain,
+    config: BalanceConfig,
+    ends: list[int],
+    is_proven: bool,
 ) -> Balance:
     spans = list(pairwise(ends))
-    ranks = range(chain.num_stages) if terms.placement is None else terms.placement.stage_ranks
-    loads: list[list[float]] = [[] for _ in range(terms.num_ranks)]
+    ranks = range(chain.num_stages) if config.placement is None else config.placement.stage_ranks
+    loads: list[list[float]] = [[] for _ in range(config.num_ranks)]
     time_s = []
     for stage, rank in enumerate(ranks):
         i, j = spans[stage % chain.num_stages]
@@ -332,14 +340,14 @@ def _balance_of(
     )
 
 
-def _no_room(chain: Chain, terms: Terms, known: str, share: float) -> PartitionError:
+def _no_room(chain: Chain, config: BalanceConfig, known: str, share: float) -> PartitionError:
     """The error for an infeasible memory limit; ``share`` times the limit would be feasible."""
     # Convert shares back to bytes, which are whole numbers up to rounding errors.
-    least = [math.ceil(limit * share * (1 - 4 * sys.float_info.epsilon)) for limit in terms.limits]
-    given = [round(limit) for limit in terms.limits]
+    least = [math.ceil(limit * share * (1 - 4 * sys.float_info.epsilon)) for limit in config.limits]
+    given = [round(limit) for limit in config.limits]
     shown, works = (each if len(set(given)) > 1 else each[0] for each in (given, least))
     return PartitionError(
         f"no split of {chain.num_blocks} blocks into {chain.num_stages} stages keeps to "
-        f"memory_limit={shown} bytes with {list(terms.flights)} microbatches in flight; {known} is "
-        f"{works}; or make more stages, or smaller microbatches, or recompute activations"
+        f"memory_limit={shown} bytes with {list(config.stage_in_flight)} microbatches in flight; "
+        f"{known} is {works}; or make more stages, smaller microbatches, or recompute activations"
     )

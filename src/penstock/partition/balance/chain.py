@@ -76,8 +76,8 @@ def level(load: float, _: int) -> Price:
     return 0.0, load**2
 
 
-def cheapest(chain: Chain, pace: float, price: Callable[[float, int], Price]) -> list[int]:
-    """The ends of the split of least total price, from 0 on, with no stage busier than ``pace``.
+def cheapest(chain: Chain, max_load: float, price: Callable[[float, int], Price]) -> list[int]:
+    """The ends, from 0 on, of the split of least total price with loads of at most ``max_load``.
 
     ``price`` is a function of a stage's load and end to its price, with a tie-breaker.
     """
@@ -92,53 +92,53 @@ def cheapest(chain: Chain, pace: float, price: Callable[[float, int], Price]) ->
         for j in chain.ends(stage):
             for i in range(j - 1, stage - 1, -1):
                 span = loads[j] - loads[i]
-                if span > pace or held[j] - held[i] > limit:
+                if span > max_load or held[j] - held[i] > limit:
                     break
                 load = span + chain.crossings[i] + chain.crossings[j]
-                if load > pace or before[i] == never:
+                if load > max_load or before[i] == never:
                     continue
                 first, second = price(load, j)
                 total = (before[i][0] + first, before[i][1] + second)
                 if total < best[j]:
                     best[j], came_from[j] = total, i
         starts.append(came_from)
-    assert best[-1] != never, "a pace that no split keeps"
+    assert best[-1] != never, "a max_load that no split keeps"
     ends = [chain.num_blocks]
     for came_from in reversed(starts):
         ends.append(came_from[ends[-1]])
     return ends[::-1]
 
 
-def shortest_step(chain: Chain, pace: float, microbatches: int) -> list[int]:
+def shortest_step(chain: Chain, max_load: float, microbatches: int) -> list[int]:
     """The split of the shortest step: (microbatches - 1) × bottleneck + all crossings.
 
-    Slower stages allow cheaper crossings. If the cheapest crossings at two paces are equal, the
-    faster pace is better, and all paces between them can be skipped.
+    Slower stages allow cheaper crossings. If the cheapest crossings at two maximal loads are
+    equal, the lower load is better, and all loads between them can be skipped.
     """
     times, crossings = chain.loads[0], chain.crossings
     slower = {
         time
         for i in range(chain.num_blocks)
         for j in range(i + 1, chain.num_blocks + 1)
-        if (time := times[j] - times[i] + crossings[i] + crossings[j]) > pace
+        if (time := times[j] - times[i] + crossings[i] + crossings[j]) > max_load
     }
-    paces = [pace, *sorted(slower)]
+    max_loads = [max_load, *sorted(slower)]
     found: dict[int, tuple[float, list[int]]] = {}
 
     def crossed(index: int) -> float:
         if index not in found:
-            ends = cheapest(chain, paces[index], lambda time, end: (crossings[end], time**2))
+            ends = cheapest(chain, max_loads[index], lambda time, end: (crossings[end], time**2))
             found[index] = (sum(crossings[end] for end in ends), ends)
         return found[index][0]
 
     def length(index: int) -> float:
-        return (microbatches - 1) * paces[index] + crossed(index)
+        return (microbatches - 1) * max_loads[index] + crossed(index)
 
-    best = min((0, len(paces) - 1), key=length)
-    open_ranges = [(0, len(paces) - 1)]
+    best = min((0, len(max_loads) - 1), key=length)
+    open_ranges = [(0, len(max_loads) - 1)]
     while open_ranges:
         low, high = open_ranges.pop()
-        hoped_for = (microbatches - 1) * paces[min(low + 1, high)] + crossed(high)
+        hoped_for = (microbatches - 1) * max_loads[min(low + 1, high)] + crossed(high)
         if high - low < 2 or crossed(low) <= crossed(high) or hoped_for >= length(best):
             continue
         middle = (low + high) // 2

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle, islice, permutations
 
-from penstock.partition.balance.balance import Balance, balance, weigh
+from penstock.partition.balance.balance import Balance, balance, split_costs
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.plan import split_by_counts
 from penstock.schedule.program import Program
@@ -52,7 +52,7 @@ def balance_for(measured: Profile, program: Program) -> Balance:
         balance(measured, num_stages),
     )
     best = min((found.counts for found in tried), key=lambda c: step_s(measured, c, program))
-    return weigh(measured, _move_blocks(measured, best, program), placement=placement)
+    return split_costs(measured, _move_blocks(measured, best, program), placement=placement)
 
 
 def _move_blocks(measured: Profile, counts: Sequence[int], program: Program) -> tuple[int, ...]:

@@ -39,14 +39,15 @@ unevenness of ranks, or of stages if the goal is good enough."""
 class SharedChain:
     """A chain of blocks to cut into stages that share ranks.
 
-    The goal is ``pace`` × the busiest rank's load + ``communication_weight`` × all crossings.
+    The goal is ``bottleneck_weight`` × the busiest rank's load + ``communication_weight`` × all
+    crossings.
 
     Args:
         chain: the blocks; its ``limits`` are the ranks'.
         holders: per stage its ranks, one for each direction of the placement.
         communicating: per stage the ranks of the transfer before it: both sides in each direction,
             none if both sides are the same rank.
-        pace: the weight of the busiest rank.
+        bottleneck_weight: the weight of the busiest rank.
         communication_weight: the weight of crossings.
         good_enough: the goal below which only the evenness of stages counts; 0 for none.
     """
@@ -54,13 +55,18 @@ class SharedChain:
     chain: Chain
     holders: tuple[tuple[int, ...], ...]
     communicating: tuple[tuple[int, ...], ...]
-    pace: float
+    bottleneck_weight: float
     communication_weight: float
     good_enough: float = 0.0
 
     @classmethod
     def of(
-        cls, chain: Chain, placement: Placement, *, pace: float, communication_weight: float
+        cls,
+        chain: Chain,
+        placement: Placement,
+        *,
+        bottleneck_weight: float,
+        communication_weight: float,
     ) -> SharedChain:
         """The problem of a placement, with weights per microbatch."""
         ranks, num = placement.stage_ranks, placement.num_model_stages
@@ -75,7 +81,7 @@ class SharedChain:
             chain=chain,
             holders=tuple(tuple(ranks[stage] for stage in stages) for stages in places),
             communicating=tuple(communicating),
-            pace=pace / directions,
+            bottleneck_weight=bottleneck_weight / directions,
             communication_weight=communication_weight / directions / 2,
         )
 
@@ -151,7 +157,10 @@ class MutableSplit:
 
     def _goal(self) -> float:
         problem = self.problem
-        return problem.pace * max(self.loads) + problem.communication_weight * self.crossed
+        return (
+            problem.bottleneck_weight * max(self.loads)
+            + problem.communication_weight * self.crossed
+        )
 
     def move(self, stage: int, by: int) -> None:
         """Move the cut before a stage by one block, forward (1) or back (-1)."""
@@ -288,7 +297,7 @@ class BranchAndBound:
             if last:
                 self.found = list(self._ends)
                 weighed = problem.communication_weight * now
-                self._goal = LESS * (problem.pace * max(self._loads) + weighed)
+                self._goal = LESS * (problem.bottleneck_weight * max(self._loads) + weighed)
             else:
                 self._cut(stage + 1, end, now)
             self._ends.pop()
@@ -296,7 +305,11 @@ class BranchAndBound:
     def _most(self, crossed: float) -> float:
         """The load that every rank must stay below."""
         rest = self._goal - self.problem.communication_weight * crossed
-        return rest / self.problem.pace if self.problem.pace else (math.inf if rest > 0 else 0)
+        return (
+            rest / self.problem.bottleneck_weight
+            if self.problem.bottleneck_weight
+            else (math.inf if rest > 0 else 0)
+        )
 
     def _is_hopeless(self, stage: int, end: int, crossed: float) -> bool:
         """True if a rank is already too busy, or the remaining blocks do not fit."""

@@ -45,7 +45,7 @@ from penstock.partition.huggingface import capture_since, mark, replay
 from penstock.partition.spec import own_loss
 from penstock.stage.boundary import BoundarySpec, describe
 from penstock.stage.pytree import flatten, map_tensors, unflatten
-from penstock.stage.rng import host_random_states, undrawn
+from penstock.stage.rng import host_random_states, preserve_rng_state
 
 __all__ = [
     "DrawsOnHost",
@@ -185,7 +185,7 @@ class ForwardTracer:
         with (
             torch.no_grad(),
             HookWatch(_refuse_hook) as self._hooks,
-            undrawn(self._device),
+            preserve_rng_state(self._device),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # stages issue these warnings themselves
@@ -241,7 +241,7 @@ class ForwardTracer:
         opaque = [(each, tensors_in(each)) for each in leaves if is_opaque(each)]
         marked = mark()
         self.captures |= bool(marked)
-        with self._ops.paused(), self._hooks.paused(), undrawn(self._device):
+        with self._ops.paused(), self._hooks.paused(), preserve_rng_state(self._device):
             found = self._runner.run(leaf, leaves, tree)
         changes = found.changes
         filled = [type(each) for each, before in opaque if not are_same(tensors_in(each), before)]

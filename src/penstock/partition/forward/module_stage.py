@@ -7,10 +7,10 @@ stage 1   forward(plan, values)       the model's own forward, with its own modu
 
 calls          0     1     2     3     4        of a plan with three stages, for stage 1
 stage          0     0     1     1     2
-own module                 runs, and what crosses of its result is kept
-another's      gives the value that crossed, or a placeholder
+own module                 runs, and its boundary values are kept
+other stages'  modules give the received boundary value, or a placeholder
 rerun_until    ├───────────┤                    stage 0 runs this top-level code too
-end            ├─────────────────────┤          behind that, the forward is left
+end            ├─────────────────────┤          the forward stops here
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class _StagePlan:
         sent_refs: the values that are sent on.
         sent, received: the outputs that are sent on, and that have arrived, by call.
         rerun_until: the number of calls up to which earlier stages also run the top-level forward.
-        alone_from: the call from which on only this stage runs it.
+        first_exclusive_call: the call from which on only this stage runs it.
     """
 
     def __init__(self, plan: ForwardPlan, index: int, device: torch.device) -> None:
@@ -185,7 +185,7 @@ class _StagePlan:
         self.sent = _outputs_by_call(self.sent_refs)
         self.received = _outputs_by_call(plan.boundary_values[index - 1] if index else ())
         self.rerun_until = max((plan.last_call(i) + 1 for i in range(index)), default=-1)
-        self.alone_from = max(self.rerun_until, 0) if is_last else self.end
+        self.first_exclusive_call = max(self.rerun_until, 0) if is_last else self.end
         self._device = device
         self._outputs: dict[tuple[int, bool], list[Any]] = {}
 
@@ -372,7 +372,7 @@ class _StageCallHandler:
             )
         for i, (leaf, meta) in enumerate(zip(leaves, call.output.leaves, strict=True)):
             if isinstance(leaf, Tensor) and isinstance(meta, TensorMeta):
-                any_shape = index >= plan.alone_from
+                any_shape = index >= plan.first_exclusive_call
                 same = leaf.dtype is meta.dtype and (any_shape or leaf.shape == meta.shape)
             else:
                 same = not isinstance(leaf, Tensor) and leaf == meta

@@ -26,9 +26,9 @@ from penstock._torch_compat import (
     REGISTRIES,
     children,
     children_of,
-    copied_shell,
     registries,
     run_uncompiled,
+    shallow_copy_module,
 )
 from penstock.errors import PartitionError
 from penstock.partition.forward.leaf_modules import LeafModules
@@ -138,7 +138,7 @@ class StageTree:
             if id(module) not in made:
                 dot = f"{path}." if path else ""
                 below = {name: registered(child, dot + name) for name, child in children(module)}
-                copy = made[id(module)] = copied_shell(module)
+                copy = made[id(module)] = shallow_copy_module(module)
                 children_of(copy).clear()
                 children_of(copy).update({n: m for n, m in below.items() if m is not None})
                 for registry in registries(copy):
@@ -247,7 +247,7 @@ def _copy_tree(module: nn.Module, place: Place | None, copies: list[nn.Module]) 
             return found
         if id(module) in made:
             return made[id(module)]
-        copy = made[id(module)] = copied_shell(module)
+        copy = made[id(module)] = shallow_copy_module(module)
         copies.append(copy)
         for name, value in vars(module).items():
             if isinstance(value, MethodType) and value.__self__ is module:

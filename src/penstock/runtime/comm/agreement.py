@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.errors import ScheduleError
 from penstock.runtime.comm.base import Transport
 
-__all__ = ["agree", "digest", "exclusive_step", "pack_header", "unpack_headers"]
+__all__ = ["check_consistent", "digest", "exclusive_step", "pack_header", "unpack_headers"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def agree(
+def check_consistent(
     facts: Mapping[str, Any],
     transports: Sequence[Transport],
     shown: Mapping[str, str],

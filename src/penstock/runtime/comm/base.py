@@ -41,12 +41,12 @@ class Transport(ABC):
     Attributes:
         rank: this rank, from 0.
         num_ranks: the number of ranks.
-        number: the index of the schedule among all schedules over the same ranks, from 0.
+        schedule_index: the index of the schedule among all schedules over the same ranks, from 0.
     """
 
     rank: int
     num_ranks: int
-    number: int = 0
+    schedule_index: int = 0
 
     # --- calls ---
 
@@ -148,9 +148,9 @@ MetasOf: TypeAlias = Callable[[MicrobatchState, bytes | None], Sequence[TensorMe
 class RecvQueue:
     """The receives from one peer whose metadata is unknown, in the order of the peer's sends.
 
-    A receive is posted directly if its metadata is cached and none is deferred. Otherwise (the
-    first message of a shape, or dynamic shapes) it waits here for its metadata, and later receives
-    wait behind it, which preserves the order on the wire.
+    A receive is posted directly if its metadata is cached and none is deferred. Otherwise (a
+    new shape, resent metadata, dynamic shapes) the wait that needs it receives its metadata and
+    posts it. Later receives queue behind it, which preserves the order on the wire.
 
     Args:
         transport: this rank's connection.
@@ -165,7 +165,7 @@ class RecvQueue:
         self._device = device
 
     def defer(self, metas_of: MetasOf, state: MicrobatchState) -> _DeferredReceive:
-        """Defer the receive of the next message until its metadata arrives."""
+        """Defer the receive of the next message until it, or a later receive, is waited for."""
         self.deferred.append(_DeferredReceive(self, metas_of, state))
         return self.deferred[-1]
 

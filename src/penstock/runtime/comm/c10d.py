@@ -110,7 +110,7 @@ class C10dTransport(Transport):
     ) -> None:
         self.rank = group.rank()
         self.num_ranks = group.size()
-        self.number = number
+        self.schedule_index = number
         self._group = group
         self._control: Any = None
         self._device = device
@@ -193,16 +193,16 @@ class C10dTransport(Transport):
         groups = tuple(group for group in groups if group.size() > 1)
         if groups != self._replicas:
             self._replicas = groups
-            self._errors = ErrorStore(self._group, self.number, groups)
+            self._errors = ErrorStore(self._group, self.schedule_index, groups)
             self._watch(groups)
 
     def _watch(self, replicas: Sequence[dist.ProcessGroup]) -> None:
-        errors = ErrorStore(self._group, self.number, replicas, in_thread=True)
+        errors = ErrorStore(self._group, self.schedule_index, replicas, in_thread=True)
         self._watchdog.watch(errors, always=self.always_watched or bool(replicas))
 
     def _await_all_ranks(self) -> None:
         """Wait, watched, until every rank is about to create a group; torch's wait is unwatched."""
-        store, key = store_of(self._group), key_of(self._group, f"{self.number}/here")
+        store, key = store_of(self._group), key_of(self._group, f"{self.schedule_index}/here")
         errors = self._errors
         store.add(key, 1)
         end = time.monotonic() + self._watchdog.timeout_s

@@ -83,7 +83,7 @@ class NcclTransport(C10dTransport):
                 self._up.allreduce([scrap]).wait()
 
     def _new_group(self, purpose: str) -> dist.ProcessGroup:
-        name = key_of(self._group, f"{self.number}/{purpose}")
+        name = key_of(self._group, f"{self.schedule_index}/{purpose}")
         # The watchdog acts first, since NCCL ends the process at torch's own timeout.
         timeout_s = min(2 * self._watchdog.timeout_s + 60, MAX_TIMEOUT_S)
         return _torch_compat.make_group(self._processes, "nccl", name, timeout_s=timeout_s)

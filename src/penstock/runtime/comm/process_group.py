@@ -118,7 +118,7 @@ def make_transport(
         return NcclTransport(group, device, number, timeout_s)
     raise StageError(
         f"stages on {device.type} can't be joined over processes: messages go from CPU to "
-        "CPU (gloo) or from CUDA to CUDA (NCCL); play all ranks in one process, without "
+        "CPU (gloo) or from CUDA to CUDA (NCCL); run all ranks in one process, without "
         "torchrun, or put the stages on one of these"
     )
 

@@ -272,7 +272,7 @@ class DeferredGrads(TorchFunctionMode):
         self._mixed = [p for p in parameters if unknown or id(p) in deferred]
 
     def holding_undeferred(self) -> AbstractContextManager[None]:
-        """Hold back what I would accumulate into the noted parameters; W hands it over.
+        """Stash the gradients that action I computes for undeferred parameters; W accumulates them.
 
         Other uses of these parameters are deferred in this microbatch already, and hooks must see
         one gradient, that of all uses.
