@@ -349,5 +349,6 @@ def _no_room(chain: Chain, config: BalanceConfig, known: str, share: float) -> P
     return PartitionError(
         f"no split of {chain.num_blocks} blocks into {chain.num_stages} stages keeps to "
         f"memory_limit={shown} bytes with {list(config.stage_in_flight)} microbatches in flight; "
-        f"{known} is {works}; or make more stages, smaller microbatches, or recompute activations"
+        f"{known} is {works}; or make more stages, or smaller microbatches, "
+        "or recompute activations"
     )
