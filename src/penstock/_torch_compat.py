@@ -27,6 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from penstock.errors import PenstockError
 
+# The module of torch's compiler, which torch imports when a model is first exported or wrapped by
+# DistributedDataParallel. The server of test processes imports it once; it has no public name.
+COMPILER = "torch._dynamo"
+
 if TYPE_CHECKING:
     from torch.distributed._composable.replicate import DDP as ComposableDdp
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel

@@ -70,7 +70,7 @@ class Calls:
 _calls: WeakKeyDictionary[dist.ProcessGroup, Calls] = WeakKeyDictionary()
 # By store, with weak keys. A second connection takes seconds if torch waits for a name server.
 _second_connections: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-# Those of the main thread, to which an uncaught exception is written at exit.
+# Stores to which an uncaught exception of the main thread is written at exit.
 _error_stores: WeakSet[ErrorStore] = WeakSet()
 
 

@@ -293,7 +293,7 @@ def _order_problems(program: Program, indexed: IndexedProgram) -> Iterator[Probl
 def _stuck_problems(
     program: Program, replay: DependencyReplay, index: ActionIndex
 ) -> Iterator[Problem]:
-    """What each rank of a deadlocked replay waits for: first the prerequisites that come only later
+    """The wait of each rank in a deadlocked replay: first the prerequisites that come only later
     on the same rank, or nowhere, then the results of other ranks."""
     # By action: the action that completes it (itself, or B for I and W), and its position.
     providers: dict[Action, tuple[Action, _Place]] = {}

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock._torch_compat import COMPILER
+
 __all__ = ["Outcome", "run_ranks"]
 
 Work = Callable[..., Any]
@@ -38,7 +40,7 @@ _IMPORTED = (
     "penstock.pipeline",
     "penstock.schedule.families.table",
     "penstock.training.checkpoint",
-    "torch._dynamo",
+    COMPILER,
     "torch.distributed.fsdp",
     "torch.export",
 )

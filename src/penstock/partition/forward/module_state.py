@@ -147,7 +147,7 @@ def _copied(containers: Iterable[tuple[str, Any]]) -> list[tuple[str, Any, Any]]
 
 
 def _containers_of(module: nn.Module) -> list[tuple[str, Any]]:
-    """Where values may appear: attributes, and the lists, dicts and objects in them.
+    """The containers of values: attributes, and the lists, dicts and objects in them.
 
     Each container has a label: a module's path and a dot for its attributes, the attribute's name
     for a container inside it, and none for registries.
