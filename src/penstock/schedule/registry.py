@@ -177,16 +177,16 @@ def choose_program(
     """
     if isinstance(schedule, Program):
         stages = schedule.placement.num_model_stages
-        for what, asked, has in (
+        for what, requested, has in (
             ("n_microbatches", n_microbatches, schedule.num_whole_microbatches),
             ("processes", world, schedule.num_ranks),
             ("stages", num_stages, stages),
             ("ranks", ranks, schedule.num_ranks),
             ("stages per rank", virtual, stages / schedule.num_ranks),
         ):
-            if asked not in (None, has):
+            if requested not in (None, has):
                 raise ScheduleError(
-                    f"{what}={asked}, but the program given as schedule has {has:g}"
+                    f"{what}={requested}, but the program given as schedule has {has:g}"
                 )
         return schedule
     num_ranks = ranks if world is None else world
@@ -394,11 +394,11 @@ def _verified(family: Family) -> Callable[..., Program]:
         if "virtual" not in more and stages % ranks:
             wanted = stages
         got = _sizes(made.num_ranks, made.num_whole_microbatches, stages, directions)
-        asked = _sizes(ranks, microbatches, wanted, family.num_directions)
-        if got != asked:
+        requested = _sizes(ranks, microbatches, wanted, family.num_directions)
+        if got != requested:
             raise ScheduleError(
-                f"{name} made a program of {got}, asked for {asked}; virtual= and arrangement= of "
-                f"@penstock.schedule({name!r}) say what it makes (Arrangement.BIDIRECTIONAL: 2 "
+                f"{name} made a program of {got}, asked for {requested}; virtual= and arrangement= "
+                f"of @penstock.schedule({name!r}) say what it makes (Arrangement.BIDIRECTIONAL: 2 "
                 "copies)"
             )
         return check(replace(made, name=name))

@@ -110,6 +110,7 @@ def _refuse_default_group(params: Iterable[Tensor], num_ranks: int) -> None:
 
 
 def _counts_here(param: Tensor) -> bool:
+    """True unless another rank counts the gradient of this shared parameter."""
     owner = shared_params_of(param)
     return owner is None or bool(owner.counts_here(param))
 
@@ -120,10 +121,7 @@ def _local_norms(
     """The norms of the gradients that count in this process, by mesh."""
     norms = []
     for params in by_mesh:
-        owned = [(param.grad, shared_params_of(param), param) for param in params]
-        grads = [
-            g for g, owner, p in owned if g is not None and (not owner or owner.counts_here(p))
-        ]
+        grads = [p.grad for p in params if p.grad is not None and _counts_here(p)]
         if grads and math.isinf(norm_type) and is_dtensor(grads[0]):
             norms.append(max_magnitude(grads))
         elif grads:

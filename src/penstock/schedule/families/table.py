@@ -60,7 +60,7 @@ _both_ways = partial(_family, Arrangement.BIDIRECTIONAL, (1,), 1)
 
 _SPLITS = {"splits": "into how many chunks each sequence is split"}
 _GROUP = {"group": "the most microbatches that go round the loop together"}
-_AHEAD = {"ahead": "how many computations a reload is asked for ahead of its backward"}
+_AHEAD = {"ahead": "how many computations before its backward a reload starts"}
 _COSTS = {
     "forward": "what a forward costs: a number, or one per stage",
     "input_grad": "what an input gradient costs: a number, or one per stage",
