@@ -328,7 +328,7 @@ def test_a_rank_with_a_heavy_stage_gets_a_light_one_too() -> None:
 
 def test_within_a_rank_a_cut_costs_nothing() -> None:
     """At the turn of a V both stages lie on one rank: the dear cut goes there."""
-    blocks = [BlockCosts(forward_s=1, sent_bytes=9 if i == 2 else 1) for i in range(6)]
+    blocks = [BlockCosts(forward_s=1 + (i == 3), sent_bytes=9 if i == 2 else 1) for i in range(6)]
     found = balance(blocks, 4, placement=v_shape(2), bandwidth=1)
     assert found.counts[0] + found.counts[1] == 3
     assert found.time_s[1] + found.time_s[2] == found.rank_time_s[1]

@@ -10,7 +10,7 @@ reads it. This module imports no torch and chooses no cuts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
-    "Plan", "StageCosts", "abbreviate", "did_you_mean", "prefixes", "read_document", "read_file",
-    "read_record", "read_table", "read_value", "rules_refused", "split_by_counts", "toml_path",
+    "Plan", "StageCosts", "abbreviate", "did_you_mean", "field_kinds", "prefixes", "read_document",
+    "read_file", "read_table", "read_value", "rules_refused", "split_by_counts", "toml_path",
 ]  # fmt: skip
 
 FORMAT = 1
@@ -209,18 +209,24 @@ class Plan:
         Raises:
             PartitionError: an entry is missing, unknown, or of another type.
         """
-        texts, listed = read_document(
-            data, "penstock_plan", FORMAT, texts=("model", "made"), records="stage", default=FORMAT
-        )
+        kinds = {"model": "str", "made": "str", "stage": "list"}
+        file = read_document(data, "penstock_plan", FORMAT, kinds, default=FORMAT)
         stages, costs = [], []
-        for index, item in enumerate(listed):
+        for index, item in enumerate(file.pop("stage", ())):
             where = f"stage {index} of the plan"
-            known = {"modules", *(field.name for field in dataclasses.fields(StageCosts))}
-            table = dict(read_table(item, where, known))
-            stages.append(read_value(table.pop("modules", None), "names", f"modules of {where}"))
+            kinds = {"modules": "tuple[str, ...]", **field_kinds(StageCosts)}
+            table = read_table(item, where, kinds)
+            stages.append(table.pop("modules", ()))
             if table:
-                costs.append(read_record(StageCosts, table, where))
-        return cls(stages=tuple(stages), costs=tuple(costs), **texts)
+                costs.append(_stage_costs(table, where))
+        return cls(stages=tuple(stages), costs=tuple(costs), **file)
+
+
+def _stage_costs(values: Mapping[str, Any], where: str) -> StageCosts:
+    try:
+        return StageCosts(**values)
+    except TypeError as error:
+        raise PartitionError(f"the costs of {where} are incomplete: {error}") from error
 
 
 def toml_path(path: str | Path) -> Path:
@@ -252,66 +258,57 @@ def read_file(path: Path, read: Callable[[str], T], what: str) -> T:
         raise PartitionError(f"{path}: {error}") from error
 
 
-def read_table(data: object, where: str, known: Collection[str]) -> Mapping[str, Any]:
-    """``data`` as a table; refuses unknown keys."""
+def read_document(
+    data: object, key: str, version: int, kinds: Mapping[str, str], default: int | None = None
+) -> dict[str, Any]:
+    """The values of a file by key, as of ``read_table``, whose version stands under ``key``."""
+    where = f"the {key.removeprefix('penstock_')}"
+    file = read_table(data, where, {key: "version", **kinds})
+    found = file.pop(key, default)
+    if found != version or isinstance(found, bool):
+        raise PartitionError(
+            f"{where} has format {found!r}, this version reads {version}; make it anew"
+        )
+    return file
+
+
+def read_table(data: object, where: str, kinds: Mapping[str, str]) -> dict[str, Any]:
+    """The values of a table, each checked by its kind; refuses unknown keys."""
     if not isinstance(data, Mapping):
         raise PartitionError(f"{where} is {data!r}, expected a table")
-    odd = sorted(set(data) - set(known))
+    odd = sorted(set(data) - set(kinds))
     if odd:
-        raise PartitionError(f"{where} has the unknown keys {odd}, known are {sorted(known)}")
-    return data
+        raise PartitionError(f"{where} has the unknown keys {odd}, known are {sorted(kinds)}")
+    return {key: read_value(data[key], kinds[key], f"{key} of {where}") for key in data}
 
 
 def read_value(value: Any, kind: str, what: str) -> Any:
-    """``value`` as a string (``"str"``), a tuple of strings, or a finite number ≥ 0."""
+    """``value`` as a value of the kind ``"str"``, ``"tuple[str, ...]"``, ``"list"``, ``"version"``
+    (unchecked), or else a finite number ≥ 0."""
+    is_list = isinstance(value, (list, tuple))
     match kind:
+        case "version":
+            return value
         case "str":
             is_fine, expected = isinstance(value, str), "a string"
-        case "names" | "tuple[str, ...]":
-            is_fine, expected = isinstance(value, (list, tuple)), "a list of names"
-            if is_fine and all(isinstance(item, str) for item in value):
-                return tuple(value)
-            raise PartitionError(f"the {what} are {value!r}, expected {expected}")
+        case "list":
+            is_fine, expected = is_list, "a list of tables"
+        case "tuple[str, ...]":
+            is_fine, expected = (
+                is_list and all(isinstance(v, str) for v in value),
+                "a list of names",
+            )
         case _:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             is_fine, expected = is_number and 0 <= value < float("inf"), "a number ≥ 0"
     if not is_fine:
         raise PartitionError(f"{what} is {value!r}, expected {expected}")
-    return value
+    return tuple(value) if is_list else value
 
 
-def read_record(cls: type[T], table: Mapping[str, Any], where: str) -> T:
-    """A dataclass of strings, names and numbers, from a table with its fields' names."""
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    read_table(table, where, kinds)
-    values = {k: read_value(v, kinds[k], f"{k} of {where}") for k, v in table.items()}
-    try:
-        return cls(**values)
-    except TypeError as error:
-        raise PartitionError(f"the costs of {where} are incomplete: {error}") from error
-
-
-def read_document(
-    data: object,
-    key: str,
-    version: int,
-    *,
-    texts: Sequence[str],
-    records: str,
-    default: int | None = None,
-) -> tuple[dict[str, str], Sequence[Any]]:
-    """The texts and the records of a file, whose version stands under ``key``."""
-    where = f"the {key.removeprefix('penstock_')}"
-    table = read_table(data, where, {key, records, *texts})
-    found = table.get(key, default)
-    if found != version or isinstance(found, bool):
-        raise PartitionError(
-            f"{where} has format {found!r}, this version reads {version}; make it anew"
-        )
-    listed = table.get(records)
-    if not isinstance(listed, (list, tuple)):
-        raise PartitionError(f"{where} has no list of {records.removesuffix('s')}s; make it anew")
-    return {n: read_value(table.get(n, ""), "str", f"{n} of {where}") for n in texts}, listed
+def field_kinds(cls: type[Any]) -> dict[str, str]:
+    """The kinds of a dataclass's fields, as ``read_table`` takes them."""
+    return {field.name: str(field.type) for field in dataclasses.fields(cls)}
 
 
 # --- names --------------------------------------------------------------------------------------

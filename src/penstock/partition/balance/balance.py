@@ -11,21 +11,25 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
+import numpy as np
+
 from penstock.errors import PartitionError
-from penstock.partition.balance.chain import Chain, cheapest, least_bottleneck, level, shortest_step
+from penstock.partition.balance.chain import Chain, cheapest, least_bottleneck, shortest_step
 from penstock.partition.balance.costs import BlockCosts, Profile
-from penstock.partition.balance.shared_ranks import MutableSplit, SharedChain, best_split
+from penstock.partition.balance.shared_ranks import SharedChain, best_split
 from penstock.partition.plan import StageCosts
 from penstock.schedule.placement import Placement
 from penstock.simulate.memory import held_bytes
 
 __all__ = ["Balance", "SplitObjective", "BalanceConfig", "balance", "balanced", "split_costs"]
 
+# Sums of the same numbers in another order differ in their last bits.
+MORE = 1 + 1e-12
 BlockTimes: TypeAlias = Profile | Sequence[BlockCosts] | Sequence[float]
 
 
@@ -256,37 +260,24 @@ def _chain_of(blocks: Sequence[BlockCosts], config: BalanceConfig) -> Chain:
             f"{len(blocks)} blocks can't make {config.num_stages} stages, since no stage may be "
             f"empty; the most that works is num_stages={len(blocks)}"
         )
-    held = (
-        (config.held_bytes(block, flight) for block in blocks) for flight in config.stage_in_flight
-    )
-    times = tuple(accumulate((block.time_s for block in blocks), initial=0.0))
-    cuts = (config.crossing_s(block.sent_bytes) for block in blocks[:-1])
-    return Chain(
-        num_blocks=len(blocks),
-        num_stages=config.num_stages,
-        loads=(times,) * config.num_stages,
-        crossings=(0.0, *cuts, 0.0),
-        held=tuple(tuple(accumulate(each, initial=0.0)) for each in held),
-        limits=config.limits,
-    )
+    held = [
+        list(accumulate((config.held_bytes(block, flight) for block in blocks), initial=0.0))
+        for flight in config.stage_in_flight
+    ]
+    times = list(accumulate((block.time_s for block in blocks), initial=0.0))
+    crossings = [0.0, *(config.crossing_s(block.sent_bytes) for block in blocks[:-1]), 0.0]
+    return Chain(times, crossings, held, config.limits)
 
 
 def _own_ends(chain: Chain, config: BalanceConfig) -> list[int]:
     """The ends of stages with one rank per stage."""
-    max_load, free = least_bottleneck(chain), (math.inf,) * chain.num_stages
-    if max_load is None:
-        # The same search, minimizing the share of its limit that a stage fills instead of its time.
-        limited = zip(chain.held, chain.limits, strict=True)
-        shares = tuple(tuple(held / limit for held in prefix) for prefix, limit in limited)
-        none = (0.0,) * (chain.num_blocks + 1)
-        share = least_bottleneck(replace(chain, loads=shares, crossings=none, limits=free))
-        assert share is not None, "a split into stages of any size"
+    max_load = least_bottleneck(chain.loads()) * MORE
+    if max_load == math.inf:
+        share = least_bottleneck(chain.fullness())
         raise _no_room(chain, config, "the least that works", share)
-    # Sums of the same numbers in another order differ in their last bits.
-    max_load *= 1 + 1e-12
     if config.objective is SplitObjective.STEP and config.microbatches is not None:
         return shortest_step(chain, max_load, config.microbatches)
-    return cheapest(chain, max_load, level)
+    return cheapest(chain, max_load)
 
 
 def _shared_ends(chain: Chain, config: BalanceConfig, slack: float) -> tuple[list[int], bool]:
@@ -295,16 +286,14 @@ def _shared_ends(chain: Chain, config: BalanceConfig, slack: float) -> tuple[lis
     weight, communication = 1.0, 0.0
     if config.objective is SplitObjective.STEP and config.microbatches is not None:
         weight, communication = float(config.microbatches - 1), 1.0
-    problem = SharedChain.of(
+    problem = SharedChain(
         chain, config.placement, bottleneck_weight=weight, communication_weight=communication
     )
     # Start from the best split for one rank per stage.
-    free = replace(chain, limits=(math.inf,) * chain.num_stages)
-    bottleneck = least_bottleneck(free)
-    assert bottleneck is not None, "without limits there is a split"
-    begin = cheapest(free, bottleneck * (1 + 1e-12), level)
+    bottleneck = least_bottleneck(chain.loads(is_limited=False))
+    begin = cheapest(chain, bottleneck * MORE, is_limited=False)
     ends, is_proven = best_split(problem, begin, slack)
-    fullest, _, _ = MutableSplit(problem, ends).value()
+    fullest, _, _ = problem.value(np.array(ends))
     if fullest > 1:
         raise _no_room(chain, config, "the least found to work", fullest)
     return ends, is_proven
@@ -317,24 +306,27 @@ def _balance_of(
     ends: list[int],
     is_proven: bool,
 ) -> Balance:
-    spans = list(pairwise(ends))
-    ranks = range(chain.num_stages) if config.placement is None else config.placement.stage_ranks
+    spans, num_stages = list(pairwise(ends)), chain.num_stages
+    ranks = range(num_stages) if config.placement is None else config.placement.stage_ranks
     loads: list[list[float]] = [[] for _ in range(config.num_ranks)]
     time_s = []
     for stage, rank in enumerate(ranks):
-        i, j = spans[stage % chain.num_stages]
+        i, j = spans[stage % num_stages]
         parts = [block.time_s for block in blocks[i:j]]
         for cut, other in ((i, stage - 1), (j, stage + 1)):
             if 0 < cut < chain.num_blocks and ranks[other] != rank:
-                parts.append(chain.crossings[cut])
+                parts.append(float(chain.crossings[cut]))
         time_s.append(math.fsum(parts))
         loads[rank] += parts
     # A microbatch passes only one direction of the placement.
-    directions = len(ranks) // chain.num_stages
+    directions = len(ranks) // num_stages
+    held = [
+        float(chain.held[stage][j] - chain.held[stage][i]) for stage, (i, j) in enumerate(spans)
+    ]
     return Balance(
         counts=tuple(j - i for i, j in spans),
-        time_s=tuple(time_s[: chain.num_stages]),
-        held_bytes=tuple(chain.held[s][j] - chain.held[s][i] for s, (i, j) in enumerate(spans)),
+        time_s=tuple(time_s[:num_stages]),
+        held_bytes=tuple(held),
         rank_time_s=tuple(math.fsum(load) / directions for load in loads),
         is_proven=is_proven,
     )

@@ -6,7 +6,7 @@
 
     best(s, j) = min over i of max(best(s - 1, i), load of the blocks i to j)
 
-Dynamic programming over (stages used, blocks used). Loads, crossings and bytes are plain numbers.
+Dynamic programming over (stages used, blocks used), one array operation per stage.
 
 Source: arXiv:1806.03377 (PipeDream), sec. 3.1, for the dynamic program over a chain of layers.
 """
@@ -14,98 +14,84 @@ Source: arXiv:1806.03377 (PipeDream), sec. 3.1, for the dynamic program over a c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-__all__ = ["Chain", "cheapest", "least_bottleneck", "level", "shortest_step"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Array", "Chain", "cheapest", "least_bottleneck", "shortest_step"]
+
+Array: TypeAlias = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """A chain of blocks to cut, as prefix sums.
+    """A chain of blocks to cut into stages.
 
-    Args:
-        num_blocks: the number of blocks.
-        num_stages: the number of stages to make.
-        loads: per stage, the load (such as time) of all blocks before block i.
-        crossings: the load that the cut before block i adds on each side.
+    Attributes:
+        times: the time of all blocks before block i.
+        crossings: the time that the cut before block i adds on each side.
         held: per stage, the bytes of all blocks before block i.
-        limits: per stage, the bytes that it may hold.
+        limits: the bytes that a stage may hold, or its rank if ranks are shared.
+        spans: the time of a stage of the blocks i to j, with its crossings; infinite if empty.
     """
 
-    num_blocks: int
-    num_stages: int
-    loads: tuple[tuple[float, ...], ...]
-    crossings: tuple[float, ...]
-    held: tuple[tuple[float, ...], ...]
-    limits: tuple[float, ...]
+    def __init__(
+        self, times: Sequence[float], crossings: Sequence[float],
+        held: Sequence[Sequence[float]], limits: Sequence[float],
+    ) -> None:  # fmt: skip
+        self.times, self.crossings = np.array(times, float), np.array(crossings, float)
+        self.held, self.limits = np.array(held, float), np.array(limits, float)
+        self.num_blocks, self.num_stages = len(times) - 1, len(held)
+        self.spans = _between(self.times) + self.crossings[:, None] + self.crossings[None, :]
 
-    def ends(self, stage: int) -> range:
-        """The blocks after which a stage may end, so that no stage is empty."""
-        left = self.num_stages - stage - 1
-        return range(self.num_blocks if left == 0 else stage + 1, self.num_blocks - left + 1)
+    def loads(self, is_limited: bool = True) -> Iterable[Array]:
+        """Of each stage its ``spans``, infinite where the stage exceeds its limit."""
+        if not is_limited:
+            return [self.spans] * self.num_stages
+        pairs = zip(self.held, self.limits, strict=True)
+        return (np.where(_between(held) <= limit, self.spans, math.inf) for held, limit in pairs)
 
-
-def least_bottleneck(chain: Chain) -> float | None:
-    """The least possible load of the busiest stage; None if no split is feasible."""
-    best = [math.inf] * (chain.num_blocks + 1)
-    best[0] = 0.0
-    for stage in range(chain.num_stages):
-        before, best = best, [math.inf] * (chain.num_blocks + 1)
-        loads, held, limit = chain.loads[stage], chain.held[stage], chain.limits[stage]
-        for j in chain.ends(stage):
-            bound = math.inf
-            for i in range(j - 1, stage - 1, -1):
-                span = loads[j] - loads[i]
-                # Both grow as the stage starts earlier.
-                if span >= bound or held[j] - held[i] > limit:
-                    break
-                busiest = max(before[i], span + chain.crossings[i] + chain.crossings[j])
-                if busiest < bound:
-                    bound = busiest
-            best[j] = bound
-    return best[-1] if best[-1] < math.inf else None
+    def fullness(self) -> Iterable[Array]:
+        """Of each stage of the blocks i to j the part of its limit that it holds."""
+        return (_between(held) / limit for held, limit in zip(self.held, self.limits, strict=True))
 
 
-Price: TypeAlias = tuple[float, float]
+def _between(prefix: Array) -> Array:
+    """The sum of the blocks i to j; infinite without a block."""
+    return np.where(np.tri(len(prefix), dtype=bool), math.inf, prefix[None, :] - prefix[:, None])
 
 
-def level(load: float, _: int) -> Price:
-    """A stage price that evens out loads."""
-    return 0.0, load**2
+def least_bottleneck(loads: Iterable[Array]) -> float:
+    """The least possible load of the busiest stage, from each stage's load [start, end];
+    infinite if no split is feasible."""
+    best: Array | None = None
+    for load in loads:
+        best = load[0] if best is None else np.maximum(best[:, None], load).min(axis=0)
+    assert best is not None, "a chain has stages"
+    return float(best[-1])
 
 
-def cheapest(chain: Chain, max_load: float, price: Callable[[float, int], Price]) -> list[int]:
-    """The ends, from 0 on, of the split of least total price with loads of at most ``max_load``.
-
-    ``price`` is a function of a stage's load and end to its price, with a tie-breaker.
-    """
-    never: Price = (math.inf, math.inf)
-    best: list[Price] = [never] * (chain.num_blocks + 1)
-    best[0] = (0.0, 0.0)
+def cheapest(
+    chain: Chain, max_load: float, prices: Array | float = 0.0, is_limited: bool = True
+) -> list[int]:
+    """The ends, from 0 on, of the split with loads of at most ``max_load`` that has the least sum
+    of ``prices`` by end of stage, then the least sum of squared loads."""
+    blocks = np.arange(chain.num_blocks + 1)
+    price = squares = np.where(blocks == 0, 0.0, math.inf)
     starts: list[list[int]] = []
-    for stage in range(chain.num_stages):
-        before, best = best, [never] * (chain.num_blocks + 1)
-        came_from = [-1] * (chain.num_blocks + 1)
-        loads, held, limit = chain.loads[stage], chain.held[stage], chain.limits[stage]
-        for j in chain.ends(stage):
-            for i in range(j - 1, stage - 1, -1):
-                span = loads[j] - loads[i]
-                if span > max_load or held[j] - held[i] > limit:
-                    break
-                load = span + chain.crossings[i] + chain.crossings[j]
-                if load > max_load or before[i] == never:
-                    continue
-                first, second = price(load, j)
-                total = (before[i][0] + first, before[i][1] + second)
-                if total < best[j]:
-                    best[j], came_from[j] = total, i
-        starts.append(came_from)
-    assert best[-1] != never, "a max_load that no split keeps"
+    for load in chain.loads(is_limited):
+        with_load = np.where(load <= max_load, load**2, math.inf) + squares[:, None]
+        with_price = np.where(with_load < math.inf, price[:, None] + prices, math.inf)
+        price = with_price.min(axis=0)
+        with_load[with_price > price] = math.inf
+        squares = with_load.min(axis=0)
+        # The shortest of equally good stages.
+        starts.append((blocks[-1] - with_load[::-1].argmin(axis=0)).tolist())
+    assert squares[-1] < math.inf, "a max_load that no split keeps"
     ends = [chain.num_blocks]
-    for came_from in reversed(starts):
-        ends.append(came_from[ends[-1]])
+    for start_of in reversed(starts):
+        ends.append(start_of[ends[-1]])
     return ends[::-1]
 
 
@@ -115,24 +101,18 @@ def shortest_step(chain: Chain, max_load: float, microbatches: int) -> list[int]
     Slower stages allow cheaper crossings. If the cheapest crossings at two maximal loads are
     equal, the lower load is better, and all loads between them can be skipped.
     """
-    times, crossings = chain.loads[0], chain.crossings
-    slower = {
-        time
-        for i in range(chain.num_blocks)
-        for j in range(i + 1, chain.num_blocks + 1)
-        if (time := times[j] - times[i] + crossings[i] + crossings[j]) > max_load
-    }
-    max_loads = [max_load, *sorted(slower)]
+    slower = np.unique(chain.spans[(chain.spans > max_load) & (chain.spans < math.inf)])
+    max_loads = [max_load, *slower.tolist()]
     found: dict[int, tuple[float, list[int]]] = {}
 
     def crossed(index: int) -> float:
         if index not in found:
-            ends = cheapest(chain, max_loads[index], lambda time, end: (crossings[end], time**2))
-            found[index] = (sum(crossings[end] for end in ends), ends)
+            ends = cheapest(chain, max_loads[index], chain.crossings)
+            found[index] = (float(chain.crossings[ends].sum()), ends)
         return found[index][0]
 
     def length(index: int) -> float:
-        return (microbatches - 1) * max_loads[index] + crossed(index)
+        return float((microbatches - 1) * max_loads[index] + crossed(index))
 
     best = min((0, len(max_loads) - 1), key=length)
     open_ranges = [(0, len(max_loads) - 1)]

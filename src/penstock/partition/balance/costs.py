@@ -22,9 +22,9 @@ from penstock.partition.plan import (
     Plan,
     StageCosts,
     abbreviate,
+    field_kinds,
     read_document,
     read_file,
-    read_record,
     read_table,
     read_value,
     split_by_counts,
@@ -195,12 +195,10 @@ class Profile:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise PartitionError(f"not JSON: {error}") from error
-        texts, blocks = read_document(
-            data, "penstock_profile", FORMAT, texts=TEXTS, records="blocks"
-        )
-        return cls(
-            blocks=tuple(_block_from(b, f"block {i}") for i, b in enumerate(blocks)), **texts
-        )
+        kinds = dict.fromkeys(TEXTS, "str") | {"blocks": "list"}
+        file = read_document(data, "penstock_profile", FORMAT, kinds)
+        blocks = (_block_from(b, f"block {i}") for i, b in enumerate(file.pop("blocks", ())))
+        return cls(blocks=tuple(blocks), **file)
 
 
 def _stage_costs(blocks: Sequence[BlockCosts]) -> StageCosts:
@@ -210,15 +208,14 @@ def _stage_costs(blocks: Sequence[BlockCosts]) -> StageCosts:
 
 
 def _block_from(data: object, where: str) -> BlockCosts:
-    entry = dict(read_table(data, where, [field.name for field in dataclasses.fields(BlockCosts)]))
-    letters = [kind.value for kind in BlockKind]
-    letter = entry.pop("kind", None)
-    if letter not in letters:
-        raise PartitionError(f"{where} is of kind {letter!r}, not of {letters}")
-    missing = [name for name in NUMBERS if name not in entry]
+    entry = read_table(data, where, field_kinds(BlockCosts) | {"kind": "str"})
+    missing = [name for name in ("kind", *NUMBERS) if name not in entry]
     if missing:
         raise PartitionError(f"{where} lacks {missing}; measure anew")
-    return replace(read_record(BlockCosts, entry, where), kind=BlockKind(letter))
+    letters = [kind.value for kind in BlockKind]
+    if entry["kind"] not in letters:
+        raise PartitionError(f"{where} is of kind {entry['kind']!r}, not of {letters}")
+    return BlockCosts(**entry | {"kind": BlockKind(entry["kind"])})
 
 
 # --- a large model from a few of its layers -----------------------------------------------------

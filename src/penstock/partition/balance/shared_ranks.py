@@ -14,79 +14,95 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from operator import mul, truediv
 from typing import TypeAlias
 
-from penstock.partition.balance.chain import Chain
+import numpy as np
+import numpy.typing as npt
+
+from penstock.partition.balance.chain import Array, Chain
 from penstock.schedule.placement import Placement
 
-__all__ = ["MutableSplit", "SharedChain", "best_split"]
+__all__ = ["SharedChain", "best_split"]
 
 # Budgets, in evaluated loads of ranks: some tenths of a second each.
 PERTURBING = 400_000
 PROVING = 1_500_000
+LEAST_LOOKS = 200  # what one call of numpy costs
 # Sums of the same numbers in another order differ in their last bits.
-LESS = 1 - 1e-12
+DIGITS = 12
+LESS = 1 - 10**-DIGITS
 
-Value: TypeAlias = tuple[float, float, float]
+Ends: TypeAlias = npt.NDArray[np.intp]
+"""The ends of the stages of a split, from 0 on."""
+Value: TypeAlias = list[float]
 """The value of a split, compared in order: the excess of the fullest rank, the goal, and the
 unevenness of ranks, or of stages if the goal is good enough."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SharedChain:
-    """A chain of blocks to cut into stages that share ranks.
+    """A chain of blocks to cut into stages that share ranks; its ``limits`` are the ranks'.
 
     The goal is ``bottleneck_weight`` × the busiest rank's load + ``communication_weight`` × all
-    crossings.
+    crossings, per microbatch. Times are parts of the time of all blocks.
 
-    Args:
-        chain: the blocks; its ``limits`` are the ranks'.
+    Attributes:
         holders: per stage its ranks, one for each direction of the placement.
         communicating: per stage the ranks of the transfer before it: both sides in each direction,
             none if both sides are the same rank.
-        bottleneck_weight: the weight of the busiest rank.
-        communication_weight: the weight of crossings.
-        good_enough: the goal below which only the evenness of stages counts; 0 for none.
     """
 
-    chain: Chain
-    holders: tuple[tuple[int, ...], ...]
-    communicating: tuple[tuple[int, ...], ...]
-    bottleneck_weight: float
-    communication_weight: float
-    good_enough: float = 0.0
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         chain: Chain,
         placement: Placement,
         *,
         bottleneck_weight: float,
         communication_weight: float,
-    ) -> SharedChain:
-        """The problem of a placement, with weights per microbatch."""
+    ) -> None:
         ranks, num = placement.stage_ranks, placement.num_model_stages
-        directions = len(ranks) // num
-        places = [[stage + d * num for d in range(directions)] for stage in range(num)]
-        communicating: list[tuple[int, ...]] = [()]
-        for stages in places[1:]:
-            sides = [(ranks[stage - 1], ranks[stage]) for stage in stages]
-            communicating.append(tuple(rank for a, b in sides if a != b for rank in (a, b)))
+        directions = range(len(ranks) // num)
+        self.holders = [[ranks[stage + d * num] for d in directions] for stage in range(num)]
+        self.communicating: list[list[int]] = [[]]
+        for before, after in zip(self.holders, self.holders[1:], strict=False):
+            sides = zip(before, after, strict=True)
+            self.communicating.append([rank for a, b in sides if a != b for rank in (a, b)])
+        self.num_ranks, self.num_stages = placement.num_ranks, num
+        self._holds = self._counts(self.holders)
+        self._sends = self._counts(self.communicating)
+        unit = chain.times[-1] or 1.0
+        self.times, self.crossings = chain.times / unit, chain.crossings / unit
+        self.held, self.limits = chain.held, chain.limits
         # A microbatch passes one direction, and each crossing is counted on both sides.
-        return cls(
-            chain=chain,
-            holders=tuple(tuple(ranks[stage] for stage in stages) for stages in places),
-            communicating=tuple(communicating),
-            bottleneck_weight=bottleneck_weight / directions,
-            communication_weight=communication_weight / directions / 2,
-        )
+        self.bottleneck_weight = bottleneck_weight / len(directions)
+        self.communication_weight = communication_weight / len(directions) / 2
+
+    def _counts(self, ranks: list[list[int]]) -> Array:
+        """How often each stage (row) has each rank (column)."""
+        return np.array([np.bincount(each, minlength=self.num_ranks) for each in ranks], float)
+
+    def values(self, splits: Ends, good_enough: float = 0.0) -> list[Value]:
+        """The values of splits [split, end]; lower is better.
+
+        Below the goal ``good_enough`` only the evenness of stages counts; 0 for no such goal.
+        """
+        starts, ends, stages = splits[:, :-1], splits[:, 1:], np.arange(self.num_stages)
+        spans, crossed = self.times[ends] - self.times[starts], self.crossings[starts]
+        loads = spans @ self._holds + crossed @ self._sends
+        held = (self.held[stages, ends] - self.held[stages, starts]) @ self._holds
+        fullest = (held / self.limits).max(axis=1).clip(min=1.0)
+        goal = self.bottleneck_weight * loads.max(axis=1)
+        goal += self.communication_weight * (crossed @ self._sends.sum(axis=1))
+        uneven = ((spans if good_enough else loads) ** 2).sum(axis=1)
+        values = np.stack([fullest, goal.clip(min=good_enough), uneven], axis=1)
+        found: list[Value] = values.round(DIGITS).tolist()
+        return found
+
+    def value(self, split: Ends, good_enough: float = 0.0) -> Value:
+        """The value of one split."""
+        return self.values(split[None, :], good_enough)[0]
 
 
-def best_split(problem: SharedChain, ends: list[int], slack: float) -> tuple[list[int], bool]:
+def best_split(problem: SharedChain, begin: list[int], slack: float) -> tuple[list[int], bool]:
     """The best split found, from the ends of an initial split on, starting with 0.
 
     ``slack`` is the relative loss of the goal that is accepted for more even stages.
@@ -95,146 +111,60 @@ def best_split(problem: SharedChain, ends: list[int], slack: float) -> tuple[lis
         The ends of its stages, and True if it is proven that no split has a lower goal or, if ranks
         are too full, that no split fits the limits.
     """
-    best = MutableSplit(problem, ends)
-    descend(best)
-    best = perturb(best, PERTURBING // 10)
-    search = BranchAndBound(best)
+    best, _ = descend(problem, np.array(begin))
+    best = perturb(problem, best, PERTURBING // 10)
+    search = BranchAndBound(problem, best)
     is_proven = search.run()
     if search.found is not None:
-        best = MutableSplit(problem, search.found)
-        descend(best)
+        best, _ = descend(problem, np.array(search.found))
     if not is_proven:
-        best = perturb(best, PERTURBING)
-    goal = best.value()[1] * (1 + slack) / LESS
-    even = MutableSplit(replace(problem, good_enough=goal), best.ends)
-    looks = descend(even, PERTURBING)
-    return perturb(even, PERTURBING // 10 - looks).ends, is_proven
+        best = perturb(problem, best, PERTURBING)
+    good_enough = problem.value(best)[1] * (1 + slack) / LESS
+    best, looks = descend(problem, best, good_enough, PERTURBING)
+    best = perturb(problem, best, PERTURBING // 10 - looks, good_enough)
+    return best.tolist(), is_proven
 
 
-class MutableSplit:
-    """A mutable split, by the ends of its stages from 0 on, with the loads of its ranks."""
-
-    def __init__(self, problem: SharedChain, ends: list[int]) -> None:
-        self.problem = problem
-        self.ends = list(ends)
-        num_ranks = len(problem.chain.limits)
-        self.loads = [0.0] * num_ranks
-        self.held = [0.0] * num_ranks
-        self._is_limited = min(problem.chain.limits) < math.inf
-        self.crossed = 0.0
-        self.squares = 0.0  # of the stages' loads
-        chain = problem.chain
-        for stage, (i, j) in enumerate(pairwise(self.ends)):
-            loads, held = chain.loads[stage], chain.held[stage]
-            self.squares += (loads[j] - loads[i]) ** 2
-            for rank in problem.holders[stage]:
-                self.loads[rank] += loads[j] - loads[i]
-                self.held[rank] += held[j] - held[i]
-            self._cross(stage, chain.crossings[i])
-
-    def _cross(self, stage: int, time_s: float) -> None:
-        for rank in self.problem.communicating[stage]:
-            self.loads[rank] += time_s
-            self.crossed += time_s
-
-    def value(self) -> Value:
-        """The split's value; lower is better."""
-        problem = self.problem
-        fullest, goal = 1.0, self._goal()
-        if self._is_limited:
-            fullest = max(fullest, *map(truediv, self.held, problem.chain.limits))
-        if not problem.good_enough:
-            return fullest, goal, sum(map(mul, self.loads, self.loads))
-        return fullest, max(goal, problem.good_enough), self.squares
-
-    def better(self, than: Value) -> Value | None:
-        """The split's value, if lower than another value by more than rounding."""
-        # Most moves are worse, which the goal alone shows if there are no limits.
-        if not self._is_limited and self._goal() > than[1] / LESS:
-            return None
-        value = self.value()
-        return value if is_less(value, than) else None
-
-    def _goal(self) -> float:
-        problem = self.problem
-        return (
-            problem.bottleneck_weight * max(self.loads)
-            + problem.communication_weight * self.crossed
-        )
-
-    def move(self, stage: int, by: int) -> None:
-        """Move the cut before a stage by one block, forward (1) or back (-1)."""
-        chain, problem = self.problem.chain, self.problem
-        old = self.ends[stage]
-        new = self.ends[stage] = old + by
-        for grows, sign, other in (
-            (stage - 1, 1, self.ends[stage - 1]),
-            (stage, -1, self.ends[stage + 1]),
-        ):
-            loads, held = chain.loads[grows], chain.held[grows]
-            self.squares += (loads[new] - loads[other]) ** 2 - (loads[old] - loads[other]) ** 2
-            for rank in problem.holders[grows]:
-                self.loads[rank] += sign * (loads[new] - loads[old])
-                self.held[rank] += sign * (held[new] - held[old])
-        self._cross(stage, chain.crossings[new] - chain.crossings[old])
-
-
-def descend(split: MutableSplit, most_looks: float = math.inf) -> int:
-    """Move runs of cuts by one block while that helps; return the number of evaluated loads."""
-    num_stages, ends = split.problem.chain.num_stages, split.ends
-    best, looks, is_better = split.value(), 0, True
+def descend(
+    problem: SharedChain, split: Ends, good_enough: float = 0.0, most_looks: float = math.inf
+) -> tuple[Ends, int]:
+    """Move runs of cuts by one block while that helps; also the number of evaluated loads."""
+    best, looks, is_better = problem.value(split, good_enough), 0, True
     while is_better and looks < most_looks:
         is_better = False
-        for first in range(1, num_stages):
-            for by in (1, -1):
-                moved = kept = 0
-                for cut in range(first, num_stages):
-                    # A block leaves the stage on one side of the run, another enters at its end.
-                    if by < 0 and cut == first and ends[cut] - ends[cut - 1] < 2:
-                        break
-                    if ends[cut] + by == ends[-1]:
-                        break
-                    split.move(cut, by)
-                    moved += 1
-                    if ends[cut + 1] == ends[cut]:
-                        continue
-                    looks += len(split.loads)
-                    better = split.better(best)
-                    if better is not None:
-                        best, kept, is_better = better, moved, True
-                for cut in range(first + kept, first + moved):
-                    split.move(cut, -by)
-    return looks
+        for first in range(1, problem.num_stages):
+            moved = _neighbours(split, first)
+            looks += max(len(moved) * problem.num_ranks, LEAST_LOOKS)
+            values = problem.values(moved, good_enough)
+            least = min(range(len(values)), key=values.__getitem__, default=0)
+            if values and values[least] < best:
+                best, split, is_better = values[least], moved[least], True
+    return split, looks
 
 
-def is_less(value: Value, other: Value) -> bool:
-    """True if a value is lower than another by more than rounding."""
-    for one, two in zip(value, other, strict=True):
-        if one < two * LESS:
-            return True
-        if one > two / LESS:
-            return False
-    return False
+def _neighbours(split: Ends, first: int) -> Ends:
+    """The splits with a run of cuts, from the cut ``first`` on, moved by one block."""
+    num = len(split) - 1 - first
+    runs = np.pad(np.tri(num, dtype=np.intp), ((0, 0), (first, 1)))
+    moved = np.concatenate([split + runs, split - runs])
+    return moved[(np.diff(moved, axis=1) > 0).all(axis=1)]
 
 
-def perturb(best: MutableSplit, most_looks: int) -> MutableSplit:
+def perturb(problem: SharedChain, split: Ends, most_looks: int, good_enough: float = 0.0) -> Ends:
     """The best of several descents from random splits near the best so far; deterministic."""
-    problem, draw = best.problem, random.Random(0)
-    num_stages = problem.chain.num_stages
-    if num_stages == 1:
-        return best
-    looks, value = 0, best.value()
-    while looks < most_looks:
-        ends = list(best.ends)
+    draw, num_stages, looks = random.Random(0), problem.num_stages, 0
+    best = problem.value(split, good_enough)
+    while looks < most_looks and num_stages > 1:
+        other = split.copy()
         for _ in range(draw.randint(1, 4)):
             cut = draw.randrange(1, num_stages)
-            ends[cut] = draw.randint(ends[cut - 1] + 1, ends[cut + 1] - 1)
-        other = MutableSplit(problem, ends)
-        looks += num_stages * len(other.loads) + descend(other)
-        found = other.value()
-        if not is_less(value, found):  # an equally good split leads to other neighbours
-            best, value = other, found
-    return best
+            other[cut] = draw.randint(other[cut - 1] + 1, other[cut + 1] - 1)
+        other, looked = descend(problem, other, good_enough)
+        looks += looked + num_stages * problem.num_ranks
+        found = problem.value(other, good_enough)
+        if found <= best:  # an equally good split leads to other neighbours
+            best, split = found, other
+    return split
 
 
 class OutOfBudget(Exception):
@@ -248,74 +178,60 @@ class BranchAndBound:
         found: the best split found that is better; None if there is none.
     """
 
-    def __init__(self, known: MutableSplit) -> None:
-        fullest, goal, _ = known.value()
-        self.problem = known.problem
+    def __init__(self, problem: SharedChain, known: Ends) -> None:
+        fullest, goal, _ = problem.value(known)
+        self.problem = problem
         self.found: list[int] | None = None
         self._goal = goal * LESS if fullest <= 1 else math.inf
-        self._ends = [0]
-        self._loads = [0.0] * len(known.loads)
-        self._held = [0.0] * len(known.loads)
+        self._times, self._crossings = problem.times.tolist(), problem.crossings.tolist()
+        self._held, self._limits = problem.held.tolist(), problem.limits.tolist()
         self._looks = 0
-        holders = self.problem.holders
+        holders = problem.holders
         self._later = [set().union(*holders[stage + 1 :]) for stage in range(len(holders))]
 
     def run(self) -> bool:
         """Search; return True if the budget sufficed."""
+        zeros = [0.0] * self.problem.num_ranks
         try:
-            self._cut(0, 0, 0.0)
+            self._cut([0], zeros, zeros, 0.0)
         except OutOfBudget:
             return False
         return True
 
-    def _cut(self, stage: int, start: int, crossed: float) -> None:
-        """Try all ends of a stage that starts at block ``start``."""
-        problem, chain = self.problem, self.problem.chain
-        ranks, before = problem.holders[stage], (self._loads, self._held)
-        loads, held = chain.loads[stage], chain.held[stage]
-        last = stage + 1 == chain.num_stages
-        for end in chain.ends(stage):
-            if end <= start:
-                continue
-            self._looks += len(self._loads)
+    def _cut(self, ends: list[int], busy: list[float], full: list[float], crossed: float) -> None:
+        """Try all ends of the next stage, given the loads and bytes of the ranks so far."""
+        problem, times, stage, start = self.problem, self._times, len(ends) - 1, ends[-1]
+        ranks, held, later = problem.holders[stage], self._held[stage], self._later[stage]
+        last, num_left = len(times) - 1, problem.num_stages - stage - 1
+        for end in range(start + 1 if num_left else last, last - num_left + 1):
+            self._looks += len(busy)
             if self._looks > PROVING:
                 raise OutOfBudget
-            self._loads, self._held = list(before[0]), list(before[1])
+            loads, bytes_, now = list(busy), list(full), crossed
             for rank in ranks:
-                self._loads[rank] += loads[end] - loads[start]
-                self._held[rank] += held[end] - held[start]
-            most = self._most(crossed)
-            if any(self._loads[r] >= most or self._held[r] > chain.limits[r] for r in ranks):
+                loads[rank] += times[end] - times[start]
+                bytes_[rank] += held[end] - held[start]
+            most = self._most(now)
+            if any(loads[rank] >= most or bytes_[rank] > self._limits[rank] for rank in ranks):
                 break  # both only grow with more blocks
-            now = crossed
-            for rank in () if last else problem.communicating[stage + 1]:
-                self._loads[rank] += chain.crossings[end]
-                now += chain.crossings[end]
-            if self._is_hopeless(stage, end, now):
-                continue
-            self._ends.append(end)
-            if last:
-                self.found = list(self._ends)
-                weighed = problem.communication_weight * now
-                self._goal = LESS * (problem.bottleneck_weight * max(self._loads) + weighed)
+            for rank in problem.communicating[stage + 1] if num_left else ():
+                loads[rank] += self._crossings[end]
+                now += self._crossings[end]
+            most = self._most(now)
+            room = sum(most - loads[rank] for rank in later)
+            if max(loads) >= most or (times[-1] - times[end]) * len(ranks) > room:
+                continue  # a rank is too busy, or the remaining blocks do not fit
+            if num_left:
+                self._cut([*ends, end], loads, bytes_, now)
             else:
-                self._cut(stage + 1, end, now)
-            self._ends.pop()
+                self.found = [*ends, end]
+                goal = problem.bottleneck_weight * max(loads) + problem.communication_weight * now
+                self._goal = LESS * goal
 
     def _most(self, crossed: float) -> float:
         """The load that every rank must stay below."""
         rest = self._goal - self.problem.communication_weight * crossed
-        return (
-            rest / self.problem.bottleneck_weight
-            if self.problem.bottleneck_weight
-            else (math.inf if rest > 0 else 0)
-        )
-
-    def _is_hopeless(self, stage: int, end: int, crossed: float) -> bool:
-        """True if a rank is already too busy, or the remaining blocks do not fit."""
-        most = self._most(crossed)
-        if max(self._loads) >= most:
-            return True
-        loads = self.problem.chain.loads[stage]
-        room = sum(most - self._loads[rank] for rank in self._later[stage])
-        return (loads[-1] - loads[end]) * len(self.problem.holders[0]) > room
+        weight = self.problem.bottleneck_weight
+        if not weight:
+            return math.inf if rest > 0 else 0.0
+        return rest / weight
