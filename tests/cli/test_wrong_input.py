@@ -150,7 +150,10 @@ def test_running_out_of_memory_is_reported(
             ["simulate", "1f1b", "--cost", "reload=1,2"],
             "--cost reload: Costs(reload=...) has 2 numbers",
         ),
-        (["simulate", "1f1b", "--cost", "transfers-overlap=2"], "expected transfers_overlap=true"),
+        (
+            ["simulate", "1f1b", "--cost", "transfers-overlap=2"],
+            "--cost transfers_overlap: Costs(transfers_overlap=...): 2 is not True or False",
+        ),
         (["simulate", "po-h", "-O", "ahead=1.5"], "expected a whole number of computations"),
         (["compare", "1f1b", "gpipe", "--virtual", "4"], "none of 1f1b, gpipe takes --virtual 4"),
         (["compare", "1f1b:"], "option '': expected NAME=VALUE"),

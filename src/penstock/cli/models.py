@@ -27,7 +27,6 @@ from penstock.partition.balance.costs import LEAST_SAMPLE
 from penstock.partition.plan import did_you_mean
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     # A model, one microbatch, and the names of all layers of each trunk if only some were made.
@@ -47,6 +46,7 @@ _LAYER_SETTINGS = (
 _HEADS = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION")
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_OWN_FACTORY = "name a function that returns (model, example) as module:function"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,14 +148,15 @@ def _from_transformers(request: ModelRequest) -> _Loaded:
     """A model of transformers with random weights, once its size is known."""
     import torch
 
+    from penstock.partition.blocks import leaf_modules
+
     if request.sample is not None and request.sample < LEAST_SAMPLE:
         raise PartitionError(f"--sample {request.sample}, expected at least {LEAST_SAMPLE}")
     try:
         import transformers
     except ImportError as error:
         raise PartitionError(
-            f"{request.model}: transformers is not installed; install it, or name a factory of "
-            "your own as module:factory"
+            f"{request.model}: transformers is not installed; install it, or {_OWN_FACTORY}"
         ) from error
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # its hints are about pretrained models
     config_class, model_class = _classes_of(request.model, transformers)
@@ -164,19 +165,18 @@ def _from_transformers(request: ModelRequest) -> _Loaded:
     try:
         config = config_class(**settings)
         model_class = model_class or _model_class(config, request.model)
+        values = config.to_dict()
+        layers = {n: values[n] for n in _LAYER_SETTINGS if isinstance(values.get(n), int)}
         with torch.device("meta"):
             on_meta = model_class(config)
             if request.sample is not None:
-                trunks = _trunks_of(on_meta)
-                fewer = {n: min(most, request.sample) for n, most in _layers_of(config).items()}
-                if not fewer:
-                    raise PartitionError(
-                        f"--sample: {type(config).__name__} does not say how many layers it has; "
-                        "make it smaller with --set"
-                    )
-                config = config_class(**settings | fewer)
+                for leaf in leaf_modules(on_meta):
+                    if leaf.trunk is not None:
+                        trunks.setdefault(leaf.trunk, []).append(leaf.name)
+                sample = {name: min(number, request.sample) for name, number in layers.items()}
+                config = config_class(**settings | sample)
                 on_meta = model_class(config)
-        _refuse_large(on_meta, config, request)
+        _refuse_large(on_meta, layers, request)
         config.use_cache = False
         if getattr(config, "is_encoder_decoder", False):
             for name in ("decoder_start_token_id", "pad_token_id"):
@@ -196,9 +196,7 @@ def _classes_of(name: str, transformers: Any) -> tuple[Any, Any | None]:
     """The configuration class, and the model class if ``name`` is one."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if name in CONFIG_MAPPING:
-        return CONFIG_MAPPING[name], None
-    found = getattr(transformers, name, None)
+    found = CONFIG_MAPPING[name] if name in CONFIG_MAPPING else getattr(transformers, name, None)
     if inspect.isclass(found) and issubclass(found, transformers.PretrainedConfig):
         return found, None
     if inspect.isclass(found) and getattr(found, "config_class", None) is not None:
@@ -206,7 +204,7 @@ def _classes_of(name: str, transformers: Any) -> tuple[Any, Any | None]:
     known = [*CONFIG_MAPPING, *(each for each in dir(transformers) if each.endswith("Config"))]
     raise PartitionError(
         f"{name!r} is no configuration of transformers{did_you_mean(name, known)}; for a model of "
-        "your own name a function that returns (model, example) as module:function"
+        f"your own {_OWN_FACTORY}"
     )
 
 
@@ -223,6 +221,7 @@ def _model_class(config: Any, name: str) -> Any:
 
 
 def _settings_of(request: ModelRequest, config_class: Any) -> dict[str, Any]:
+    """The settings of ``--set``, by the configuration's own names."""
     default = config_class()
     known = [*default.to_dict(), *default.attribute_map]
     settings: dict[str, Any] = {}
@@ -233,42 +232,26 @@ def _settings_of(request: ModelRequest, config_class: Any) -> dict[str, Any]:
         if key not in known:
             hint = did_you_mean(key, known)
             raise PartitionError(f"--set {given}: {config_class.__name__} has no {key}{hint}")
+        key = default.attribute_map.get(key, key)
         try:
-            settings[default.attribute_map.get(key, key)] = json.loads(value)
+            settings[key] = json.loads(value)
         except json.JSONDecodeError:
-            settings[default.attribute_map.get(key, key)] = value
+            settings[key] = value
     return settings
 
 
-def _layers_of(config: Any) -> dict[str, int]:
-    """The settings of a configuration that are numbers of layers."""
-    values = config.to_dict()
-    return {name: values[name] for name in _LAYER_SETTINGS if isinstance(values.get(name), int)}
-
-
-def _trunks_of(model: nn.Module) -> dict[str, list[str]]:
-    from penstock.partition.blocks import leaf_modules
-
-    trunks: dict[str, list[str]] = {}
-    for leaf in leaf_modules(model):
-        if leaf.trunk is not None:
-            trunks.setdefault(leaf.trunk, []).append(leaf.name)
-    return trunks
-
-
-def _refuse_large(on_meta: nn.Module, config: Any, request: ModelRequest) -> None:
+def _refuse_large(on_meta: nn.Module, layers: dict[str, int], request: ModelRequest) -> None:
     import torch
 
     number = sum(param.numel() for param in on_meta.parameters())
     size, most = number * getattr(torch, request.dtype).itemsize, parse_bytes(request.max_size)
-    if size <= most:
-        return
-    smaller = "".join([f" {name}=4" for name in _layers_of(config)][:1])
-    sample = "" if request.sample else f", measure {LEAST_SAMPLE} of its layers with --sample 3"
-    raise PartitionError(
-        f"{request.model} has {number:,} parameters, {bytes_text(size)}, more than --max-size "
-        f"{bytes_text(most)}; make it smaller (--set{smaller}){sample}, or raise --max-size"
-    )
+    if size > most:
+        fewer = next(iter(layers), "num_hidden_layers")
+        raise PartitionError(
+            f"{request.model} has {number:,} parameters, {bytes_text(size)}, more than --max-size "
+            f"{bytes_text(most)}; make it smaller (--set {fewer}=4), measure {LEAST_SAMPLE} of its "
+            f"layers with --sample {LEAST_SAMPLE}, or raise --max-size"
+        )
 
 
 def _example_of(config: Any, model: Any, request: ModelRequest) -> dict[str, Any]:
@@ -282,18 +265,17 @@ def _example_of(config: Any, model: Any, request: ModelRequest) -> dict[str, Any
         shape = (request.batch, min(request.length, most))
         ids = torch.randint(0, text.vocab_size, shape, generator=generator)
         takes_labels = "labels" in inspect.signature(model.forward).parameters
-        if takes_labels and ("LM" in kind or "Generation" in kind):
-            return {"input_ids": ids, "labels": ids}
-        return {"input_ids": ids}
+        is_lm = takes_labels and ("LM" in kind or "Generation" in kind)
+        return {"input_ids": ids, "labels": ids} if is_lm else {"input_ids": ids}
     if model.main_input_name == "pixel_values":
         size = getattr(config, "image_size", 224)
-        height, width = size if isinstance(size, (tuple, list)) else (size, size)
-        image = (request.batch, getattr(config, "num_channels", 3), height, width)
+        sides = size if isinstance(size, (tuple, list)) else (size, size)
+        image = (request.batch, getattr(config, "num_channels", 3), *sides)
         batch = {"pixel_values": torch.randn(image, generator=generator)}
         if "ForImageClassification" in kind:
             batch["labels"] = torch.zeros(request.batch, dtype=torch.int64)
         return batch
     raise PartitionError(
-        f"{request.model} takes {model.main_input_name}, of which no example is made here; name a "
-        "function that returns (model, example) as module:function"
+        f"{request.model} takes {model.main_input_name}, of which no example is made here; "
+        f"{_OWN_FACTORY}"
     )

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -136,22 +135,17 @@ def over_limit(peaks: Sequence[float], limit: float | None) -> str | None:
 
 
 def per_rank(values: tuple[float, ...]) -> str:
-    """Format one number per rank; runs of equal numbers are joined.
+    """Format one number per rank; those of many ranks as a range.
 
     Example:
-        >>> per_rank((4, 3, 2, 1)), per_rank((8, 8, 8, 8)), per_rank((8,) * 16)
-        ('4,3,2,1', '8,8,8,8', '8 on all')
-        >>> per_rank((7,) * 30 + (6, 6))
-        '7 on 30, 6 on 2'
+        >>> per_rank((4, 3, 2, 1)), per_rank((8,) * 16), per_rank((7,) * 15 + (6,))
+        ('4,3,2,1', '8 on all', '6 to 7')
     """
-    if len(values) <= 4 or len(set(values)) == len(values) <= 8:
-        return ",".join(map(number, values))
-    if len(set(values)) == 1:
+    if len(values) > 4 and len(set(values)) == 1:
         return f"{number(values[0])} on all"
-    runs = [(value, len(list(group))) for value, group in groupby(values)]
-    if len(runs) > 6:
+    if len(values) > 8:
         return f"{number(min(values))} to {number(max(values))}"
-    return ", ".join(f"{number(value)} on {count}" for value, count in runs)
+    return ",".join(map(number, values))
 
 
 # --- numbers ------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from enum import Enum
 from typing import Annotated
 
@@ -24,11 +23,9 @@ from penstock.schedule.rules import COMPUTE
 from penstock.simulate.costs import Costs, costs_divisor, per_stage_costs
 from penstock.simulate.simulation import Simulation
 from penstock.trace import Trace
+from penstock.view.palette import sizes_text
 
 __all__ = ["check", "compare", "schedules", "simulate"]
-
-# Marks a failed schedule in a table; its reason replaces all figures of the row.
-_REASON = "\ue000"
 
 
 class Per(Enum):
@@ -105,12 +102,7 @@ def _print_timeline(result: Simulation) -> None:
     coloured = console.color_system is not None
     shaded = console.color_system in ("256", "truecolor")
     chunks = f" of {program.num_splits} chunks" if program.num_splits > 1 else ""
-    sizes = numbers_of(
-        rank=program.num_ranks,
-        stage=program.num_stages,
-        microbatch=program.num_whole_microbatches,
-    )
-    console.print(f"[bold]{program.name}[/], {sizes}{chunks}\n")
+    console.print(f"[bold]{program.name}[/], {sizes_text(program)}{chunks}\n")
     drawn = timeline(result.trace, width=console.width, colour=coloured, shaded=shaded)
     console.print(drawn, end="")
     if coloured:
@@ -150,58 +142,51 @@ def compare(
     """
     costs = settings.costs()
     _refuse_unused(schedules, settings)
-    outcomes = [_outcome(each, settings, costs, per) for each in schedules]
-    failed = [each for each in outcomes if isinstance(each, ScheduleError)]
-    if len(failed) == len(outcomes):
-        raise failed[0]
     numbers = ("stages per rank", "makespan", "bubble", "span", "span bubble", "messages")
     shown = out.table("schedule", *numbers[:5], "peak per rank", "messages", numbers=numbers)
-    fitting = [each[0].bubble_ratio for each in outcomes if isinstance(each, tuple) and not each[2]]
-    faults, reasons = [], []
-    for source, outcome in zip(schedules, outcomes, strict=True):
-        if isinstance(outcome, ScheduleError):
-            shown.add_row(out.plain(source), _REASON)
-            reasons.append(" ".join(message_of(outcome).split()).replace(f"{source}: ", "", 1))
+    failed: dict[str, ScheduleError] = {}
+    faults = []
+    for source in schedules:
+        try:
+            result, share, fault = _simulated(source, settings, costs, per)
+        except ScheduleError as error:
+            failed[source] = error
             continue
-        result, share, fault = outcome
         label = source if ":" in source else result.program.name
-        bubble = f"{result.bubble_ratio:.2%}"
         peaks = out.per_rank(tuple(peak / share for peak in result.peak_in_flight))
         if fault is not None:
             peaks = f"[yellow]{peaks} over[/]"
             faults.append(f"{label}: {fault}")
-        elif result.bubble_ratio == min(fitting):
-            bubble = f"[bold green]{bubble}[/]"
         shown.add_row(
             out.plain(label),
             out.number(result.program.num_stages / result.program.num_ranks),
             out.number(result.makespan),
-            bubble,
+            f"{result.bubble_ratio:.2%}",
             out.number(result.span),
             f"{result.span_bubble_ratio:.2%}",
             peaks,
             str(result.messages),
         )
+    if not shown.row_count:
+        raise next(iter(failed.values()))
     console = out.console()
-    with console.capture() as drawn:
-        out.print_table(shown, console)
-    # Rich has no cell that spans columns.
-    console.out(re.sub(rf" *{_REASON}.*", lambda _: f"   {reasons.pop(0)}", drawn.get()), end="")
+    out.print_table(shown, console)
+    for source, refusal in failed.items():
+        reason = " ".join(message_of(refusal).split()).replace(f"{source}: ", "", 1)
+        console.print(f" {out.plain(source)}   {out.plain(reason)}", soft_wrap=True)
     for fault in faults:
         out.warn(fault)
 
 
-def _outcome(
+def _simulated(
     source: str, settings: Settings, costs: Costs, per: Per
-) -> tuple[Simulation, float, str | None] | ScheduleError:
+) -> tuple[Simulation, float, str | None]:
     """The simulated step, the stages of a rank's part, and the ranks over the memory limit."""
-    try:
-        program = load_program(source, settings, lenient=True)
-        share = costs_divisor(program) if per is Per.RANK else 1
-        costs = per_stage_costs(costs, share) if per is Per.RANK else costs
-        result = settings.simulate(program, costs)
-    except ScheduleError as error:
-        return error
+    program, share = load_program(source, settings, lenient=True), 1.0
+    if per is Per.RANK:
+        share = costs_divisor(program)
+        costs = per_stage_costs(costs, share)
+    result = settings.simulate(program, costs)
     # Bytes are already per stage; counted activations are the smaller ones of a stage.
     unit = share if costs.activation_bytes is None else 1
     peaks = [peak / unit for peak in result.peak_bytes]
@@ -212,7 +197,7 @@ def _refuse_unused(sources: list[str], settings: Settings) -> None:
     """Refuse options that none of the schedules takes."""
     chosen = [family(each.partition(":")[0]) for each in sources if not is_file(each)]
     if not chosen:
-        settings.refuse_for_program(" ".join(sources))
+        settings.refuse_for(" ".join(sources))
         return
     unused = [
         f"option {name!r}"
@@ -247,11 +232,10 @@ def check(
             f"{file!r} is no file; check takes a program as *.csv or *.json, and any other with "
             f"its folder, as ./{file}"
         )
-    model = Channels(per_pair=per_pair)
+    model, console = Channels(per_pair=per_pair), out.console()
     program = load(file, Settings())
     if isinstance(program, Trace):
         raise ScheduleError(f"{file}: a trace of what ran; check takes a program")
-    console = out.console()
     try:
         checked = check_program(program, model)
         if not program.has_transfers:
@@ -266,7 +250,7 @@ def check(
 
 def _summary(program: Program) -> str:
     actions = list(program.actions())
-    computes = sum(act.op in COMPUTE for act in actions)
+    computes = number_of(sum(act.op in COMPUTE for act in actions), "computation")
     transfers = "with its transfers" if program.has_transfers else "transfers to be inserted"
     sizes = numbers_of(
         rank=program.num_ranks,
@@ -274,4 +258,4 @@ def _summary(program: Program) -> str:
         microbatch=program.num_microbatches,
         action=len(actions),
     )
-    return f"{program.name}: {sizes} ({number_of(computes, 'computation')}), {transfers}"
+    return f"{program.name}: {sizes} ({computes}), {transfers}"

@@ -48,7 +48,7 @@ def render(
     if isinstance(step, Trace):
         if not any(span.action.op in COMPUTE for span in step.spans):
             raise ScheduleError(f"{source}: a trace without a computation: nothing to draw")
-        settings.refuse_for_trace(source)
+        settings.refuse_for(source, has_run=True)
         beside = step.unit == "s" and not alone
         if beside or settings.memory is not None:
             simulated = _simulated(step, source)
@@ -111,12 +111,7 @@ def playground(
     browser: Annotated[bool, typer.Option(help="Open it in the browser.")] = True,
 ) -> None:
     """Try schedules out on a page with sliders, served on 127.0.0.1 until Ctrl-C."""
-    try:
-        from penstock.view.playground import serve
-    except ImportError as error:
-        raise PenstockError(
-            "the playground needs Bokeh, which is not installed: pip install 'penstock[view]'"
-        ) from error
+    from penstock.view.playground import serve
 
     def ready(url: str) -> None:
         out.console().print(f"the playground is at [bold]{url}[/] (Ctrl-C ends it)", soft_wrap=True)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, signature
@@ -26,15 +26,14 @@ _RANKS, _MICROBATCHES = 4, 8
 _OWN_OPTIONS = ("forward", "input_grad", "weight_grad", "latency", "overlap")
 # The fields of Costs without an option of their own, given as --cost name=value.
 _OTHER_COSTS = tuple(each.name for each in fields(Costs) if each.name not in _OWN_OPTIONS)
-_SWITCHES = tuple(each.name for each in fields(Costs) if isinstance(each.default, bool))
 
 
 def _option(text: str, *flags: str, **more: Any) -> Any:
     return typer.Option(*flags, help=text, **more)
 
 
-def _cost(text: str, *flags: str, **more: Any) -> Any:
-    return _option(text, *flags, rich_help_panel="Costs", **more)
+def _cost(text: str, **more: Any) -> Any:
+    return _option(text, rich_help_panel="Costs", **more)
 
 
 _OPTION_TEXT = "An option of the schedule, such as group=4; may be repeated."
@@ -53,12 +52,9 @@ _JITTER_TEXT = "Lengthen each computation by a random share of its cost, up to t
 class Settings:
     """The shared options of one command line, as given; None stands for a default."""
 
-    ranks: Annotated[int | None, _option("Ranks.", "--ranks", "-p", show_default=str(_RANKS))] = (
-        None
-    )
+    ranks: Annotated[int | None, _option("Ranks.", "--ranks", "-p", show_default="4")] = None
     microbatches: Annotated[
-        int | None,
-        _option("Microbatches per step.", "--microbatches", "-m", show_default=str(_MICROBATCHES)),
+        int | None, _option("Microbatches per step.", "--microbatches", "-m", show_default="8")
     ] = None
     virtual: Annotated[
         int | None,
@@ -98,33 +94,36 @@ class Settings:
 
     def costs(self) -> Costs:
         """The costs, parsed."""
-        texts = {name: getattr(self, name) for name in _OWN_OPTIONS}
-        given: dict[str, Any] = {
-            name: _read_cost(_flag(name), text) for name, text in texts.items() if text is not None
+        given = {name: getattr(self, name) for name in _OWN_OPTIONS}
+        others = parse_options(self.cost or ())
+        for name in others:
+            if name not in _OTHER_COSTS:
+                names = ", ".join(_OTHER_COSTS)
+                raise ScheduleError(f"--cost {name}=...: expected NAME=VALUE; names are: {names}")
+        values: dict[str, Any] = {
+            name: _read_cost(_FLAGS[name], value) if isinstance(value, str) else value
+            for name, value in (given | others).items()
         }
-        return Costs(**given, **_read_other_costs(self.cost or ()))
+        return Costs(**values)
 
-    def refuse_for_program(self, file: str) -> None:
-        """Refuse options that only affect building: a program from a file is already built."""
-        given = self._given("ranks", "microbatches", "virtual", "option")
+    def refuse_for(self, file: str, *, has_run: bool = False) -> None:
+        """Refuse options that a file has no use for.
+
+        A program is built already; of a step that has run, all but the memory is known.
+        """
+        unused = {"ranks", "microbatches", "virtual", "option"}
+        if has_run:
+            unused = set(_FLAGS) - {"memory"}
+        given = [
+            f"no {_flag(each.name)}"
+            for each in fields(self)
+            if each.name in unused and getattr(self, each.name) not in (each.default, [])
+        ]
         if given:
+            what = "a step that has run" if has_run else "a program as it is"
             raise ScheduleError(
-                f"{file} holds a program as it is, and takes {given}; leave that out, or name a "
-                "schedule"
+                f"{file} holds {what}, and takes {', '.join(given)}; leave that out"
             )
-
-    def refuse_for_trace(self, file: str) -> None:
-        """Refuse every option but the memory limit, since a recorded step has already run."""
-        given = self._given(*(each.name for each in fields(self) if each.name != "memory"))
-        if given:
-            raise ScheduleError(
-                f"{file} is of a step that has run, and takes {given}; leave that out"
-            )
-
-    def _given(self, *names: str) -> str:
-        defaults = {each.name: each.default for each in fields(self)}
-        given = [name for name in names if getattr(self, name) not in (defaults[name], [])]
-        return ", ".join(f"no {_flag(name)}" for name in given)
 
     def simulate(self, program: Program, costs: Costs | None = None) -> Simulation:
         """Simulate a program at the given costs, by default the command line's."""
@@ -145,8 +144,9 @@ def with_options(command: Any, *, omit: Collection[str] = ()) -> Callable[..., N
         if is_dataclass(param.annotation):
             group: Any = param.annotation
             declared = signature(group, eval_str=True).parameters.values()
-            params += [option for option in declared if option.name not in omit]
-            groups[name] = group, [each.name for each in declared if each.name not in omit]
+            options = [option for option in declared if option.name not in omit]
+            groups[name] = group, [option.name for option in options]
+            params += options
         else:
             params.append(param)
 
@@ -158,29 +158,6 @@ def with_options(command: Any, *, omit: Collection[str] = ()) -> Callable[..., N
 
     run.__signature__ = own.replace(parameters=params)  # type: ignore[attr-defined]
     return run
-
-
-# --- texts and flags ----------------------------------------------------------------------------
-
-
-def _read_other_costs(texts: Sequence[str]) -> dict[str, Any]:
-    """Parse the ``name=value`` texts of ``--cost``."""
-    found: dict[str, Any] = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        name = name.replace("-", "_")
-        if name in found:
-            raise ScheduleError(f"--cost {text!r}: {name} is given twice; give it once")
-        if name not in _OTHER_COSTS:
-            names = ", ".join(_OTHER_COSTS)
-            raise ScheduleError(f"--cost {text!r}: expected NAME=VALUE; names are: {names}")
-        if name not in _SWITCHES:
-            found[name] = _read_cost(f"--cost {name}", value)
-        elif value.lower() in ("true", "false"):
-            found[name] = value.lower() == "true"
-        else:
-            raise ScheduleError(f"--cost {text!r}: expected {name}=true or {name}=false")
-    return found
 
 
 def _read_cost(flag: str, text: str) -> MessageCost:

@@ -75,7 +75,7 @@ def load(source: str, settings: Settings, *, lenient: bool = False) -> Program |
     if not is_file(source):
         return _build(source, settings, lenient)
     if not lenient:
-        settings.refuse_for_program(source)
+        settings.refuse_for(source)
     if Path(source).suffix.lower() != ".json":
         return load_csv(source)
     try:

@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,6 +30,10 @@ from penstock.simulate.memory import StageMemory, peaks
 __all__ = ["split"]
 
 _NUMBERS = ("stage", "rank", "parameters", "time", "share", "activations", "holds", "sends")
+
+
+def _bytes(text: str) -> Any:
+    return typer.Option(help=text, parser=parse_bytes, metavar="BYTES")
 
 
 @with_options
@@ -64,13 +68,13 @@ def split(
         int | None, typer.Option("--microbatches", "-m", help="Microbatches per step.")
     ] = None,
     memory_limit: Annotated[
-        str | None, typer.Option(help="The most that a rank may hold, such as 16GB.")
+        float | None, _bytes("The most that a rank may hold, such as 16GB.")
     ] = None,
     state_factor: Annotated[
         float, typer.Option(help="Held per byte of parameters: 4 with gradients and Adam.")
     ] = 4.0,
     bandwidth: Annotated[
-        str | None, typer.Option(help="Bytes per second between stages, such as 10GB.")
+        float | None, _bytes("Bytes per second between stages, such as 10GB.")
     ] = None,
     latency: Annotated[float, typer.Option(help="Seconds that each transfer takes besides.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
@@ -79,9 +83,8 @@ def split(
     if rule is not None:
         raise rules_refused(rule)
     cut = None if layout is None else Layout.parse(layout)
-    if cut is not None and (
-        memory_limit or bandwidth or objective is not SplitObjective.BOTTLENECK
-    ):
+    is_step = objective is SplitObjective.STEP
+    if cut is not None and (memory_limit or bandwidth or is_step):
         raise PartitionError(
             "--memory-limit, --bandwidth and --objective are for balancing; leave them out with "
             "--layout"
@@ -107,9 +110,9 @@ def split(
         num_stages=num_stages,
         placement=None if program is None else program.placement,
         in_flight=None if program is None else _peak_in_flight(program),
-        memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+        memory_limit=memory_limit,
         state_factor=state_factor,
-        bandwidth=None if bandwidth is None else parse_bytes(bandwidth),
+        bandwidth=bandwidth,
         latency_s=latency,
         objective=objective,
         microbatches=microbatches,
@@ -120,13 +123,17 @@ def split(
         measured = _measure(request, runs)
         if costs is not None:
             measured.save(costs)
-    if cut is None:
-        counts, made = _balance(measured, config, program)
-    else:
+    if cut is not None:
         counts, made = cut.counts(measured.blocks), f"layout {cut}"
-    plan = measured.plan(
-        counts, made=f"{made}; measured on {measured.machine}, with {measured.example}"
-    )
+    else:
+        if program is None or memory_limit or bandwidth or latency or is_step:
+            counts = balanced(measured, config).counts
+        else:
+            counts = balance_for(measured, program).counts
+        aim = "the slowest stage" if program is None else program.name
+        made = "balanced for " + ("a step's length" if is_step else aim)
+    made = f"{made}; measured on {measured.machine}, with {measured.example}"
+    plan = measured.plan(counts, made=made)
     if output is not None:
         plan.save(output)
     if as_json:
@@ -160,20 +167,6 @@ def _measure(request: ModelRequest, runs: int) -> Profile:
     return repeat_layers(measured, trunks) if trunks else measured
 
 
-def _balance(
-    measured: Profile, config: BalanceConfig, program: Program | None
-) -> tuple[Sequence[int], str]:
-    """The number of blocks per stage, and the aim of the balance."""
-    is_step = config.objective is SplitObjective.STEP
-    times_only = config.memory_limit is None and config.bandwidth is None and not config.latency_s
-    if program is not None and times_only and not is_step:
-        found = balance_for(measured, program)
-    else:
-        found = balanced(measured, config)
-    aim = "the slowest stage" if program is None else program.name
-    return found.counts, "balanced for " + ("a step's length" if is_step else aim)
-
-
 def _peak_in_flight(program: Program) -> list[int]:
     """The peak number of microbatches in flight on each of the model's stages."""
     placement, found = program.placement, [0] * program.placement.num_model_stages
@@ -197,7 +190,14 @@ def _show(plan: Plan, measured: Profile, counts: Sequence[int], config: BalanceC
         shown.add_row(*row.values())
     console = out.console()
     out.print_table(shown, console)
-    console.print(_slowest(measured, counts, config), soft_wrap=True)
+    what = "stage" if config.placement is None else "rank"
+    times = split_costs(measured, counts, placement=config.placement).rank_time_s
+    above = max(times) / (sum(times) / len(times)) - 1
+    console.print(
+        f"slowest {what} [bold]{out.seconds_text(max(times))}[/] per microbatch, forward and "
+        f"backward; {above:.2%} above the mean of all {what}s",
+        soft_wrap=True,
+    )
     typer.echo(f"layout {Layout.of(measured.blocks, counts)}")
     console.print(plan.made, markup=False, soft_wrap=True, style="dim")
 
@@ -222,17 +222,6 @@ def _row(plan: Plan, config: BalanceConfig, stage: int) -> dict[str, str]:
     times = Counter(costs.sends)
     row["across"] = "\n".join(f"{n} × {each}" if n > 1 else each for each, n in times.items())
     return row
-
-
-def _slowest(measured: Profile, counts: Sequence[int], config: BalanceConfig) -> str:
-    """The slowest stage or rank, compared with the mean."""
-    what = "stage" if config.placement is None else "rank"
-    times = split_costs(measured, counts, placement=config.placement).rank_time_s
-    mean_s = sum(times) / len(times)
-    return (
-        f"slowest {what} [bold]{out.seconds_text(max(times))}[/] per microbatch, forward and "
-        f"backward; {max(times) / mean_s - 1:.2%} above the mean of all {what}s"
-    )
 
 
 def _ranges(names: Sequence[str]) -> list[str]:

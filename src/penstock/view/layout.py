@@ -118,15 +118,21 @@ def arrange(
     peaks = tuple(max((held for _, held in curve), default=0.0) for curve in curves)
     pair_of = trace.pair_of()
     pairs: defaultdict[tuple[int, Overlap], list[Span]] = defaultdict(list)
-    for span in spans if pair_of else ():
+    for span in spans:
         if span.action in pair_of:
             pairs[span.rank, pair_of[span.action]].append(span)
     end = axes.x(max((s.end for s in spans), default=origin))
     boxes = _boxes(trace, spans, axes, causes.cause, set(path), pairs.values(), differences or {})
+    middle = (axes.top + _FOOT) / 2
+    # All columns have equal length, so the last box of the path has a line to itself.
+    lines = {
+        "xs": [[axes.x(a.end), axes.x(b.start)] for a, b in pairwise(path)] + [[]] * bool(path),
+        "ys": [[a.rank + middle, b.rank + middle] for a, b in pairwise(path)] + [[]] * bool(path),
+    }
     return Drawing(
         boxes=_columns(_BOX_COLUMNS, boxes),
         overlapped_pairs=_columns(_FRAME_COLUMNS, map(axes.frame, pairs.values())),
-        path=_path(path, axes),
+        path=_columns(_FRAME_COLUMNS, (axes.frame([span]) for span in path)) | lines,
         memory=_outline(curves, axes, end, max(peaks, default=0.0)),
         peaks=peaks,
         end=end,
@@ -149,13 +155,10 @@ class _Axes:
         the height."""
         if op not in COMPUTE:
             top, foot = _RELOADS if op is Op.RELOAD else _OFFLOADS
-            return rank + top, rank + foot, rank + top, rank + foot
-        height, alone = (_FOOT - self.top) / parts, (_FOOT_ALONE - self.top) / parts
+            return (rank + top, rank + foot) * 2
         top = rank + self.top
-        return (
-            top + part * height, top + (part + 1) * height,
-            top + part * alone, top + (part + 1) * alone,
-        )  # fmt: skip
+        heights = (_FOOT - self.top) / parts, (_FOOT_ALONE - self.top) / parts
+        return tuple(top + share * height for height in heights for share in (part, part + 1))
 
     def frame(self, spans: Sequence[Span]) -> tuple[float, ...]:
         """A frame around spans of one rank."""
@@ -184,19 +187,18 @@ def _boxes(
     # Per rank, the end of its last computation.
     free: dict[int, float] = {}
     for span in spans:
-        act, pair, part = span.action, pair_of.get(span, ()), (0, 1)
+        act, pair, part, waited = span.action, pair_of.get(span, ()), (0, 1), "nothing"
         left, right, name = axes.x(span.start), axes.x(span.end), str(act)
         fill = colours[span.rank, act.op, act.stage]
         number, label = "" if act.microbatch is None else str(act.microbatch), ""
-        cause, waited = cause_of(span) if act.op in COMPUTE else None, "nothing"
-        if cause is not None and cause.rank == span.rank:
-            waited = f"its rank, busy with {cause.action}"
-        elif cause is not None:
-            idle = left - axes.x(free.get(span.rank, axes.origin))
-            waited = f"{cause.action} of rank {cause.rank}, idle for {amount(idle)}"
         if act.op in COMPUTE:
-            label = letter_of(act.op) + number
-            free[span.rank] = span.end
+            label, cause = letter_of(act.op) + number, cause_of(span)
+            if cause is not None and cause.rank == span.rank:
+                waited = f"its rank, busy with {cause.action}"
+            elif cause is not None:
+                idle = left - free.get(span.rank, 0.0)
+                waited = f"{cause.action} of rank {cause.rank}, idle for {amount(idle)}"
+            free[span.rank] = right
         middle = (span.start + span.end) / 2
         if any(other.start < middle < other.end for other in pair if other is not span):
             part = pair.index(span), len(pair)
@@ -207,16 +209,6 @@ def _boxes(
             f"one block with {others}" if others else "", differences.get(name, ""),
             1.0 if span in path else _PALE,
         )  # fmt: skip
-
-
-def _path(path: Sequence[Span], axes: _Axes) -> Columns:
-    frames = _columns(_FRAME_COLUMNS, (axes.frame((span,)) for span in path))
-    middle = (axes.top + _FOOT) / 2
-    # All columns have equal length, so the last box has a line to itself.
-    rest: list[list[float]] = [[]] * bool(path)
-    xs = [[axes.x(a.end), axes.x(b.start)] for a, b in pairwise(path)]
-    ys = [[a.rank + middle, b.rank + middle] for a, b in pairwise(path)]
-    return frames | {"xs": xs + rest, "ys": ys + rest}
 
 
 def _activations(trace: Trace) -> tuple[Curve, ...]:
@@ -231,28 +223,22 @@ def _activations(trace: Trace) -> tuple[Curve, ...]:
         for time, change in ((span.start, taken), (span.end, -freed)):
             if change:
                 changes[span.rank][time] += change
-    times = [sorted(each) for each in changes]
     return tuple(
-        tuple(zip(when, accumulate(each[time] for time in when), strict=True))
-        for when, each in zip(times, changes, strict=True)
+        tuple(zip(sorted(each), accumulate(each[time] for time in sorted(each)), strict=True))
+        for each in changes
     )
 
 
 def _outline(curves: Sequence[Curve], axes: _Axes, end: float, highest: float) -> Columns:
     """The memory of all ranks as one outline, which draws fast; ``highest`` fills the height."""
-    xs: list[float] = []
-    ys: list[float] = []
+    points: list[tuple[float, float]] = []
     for rank, curve in enumerate(curves):
         if not curve or highest <= 0:
             continue
-        foot, height = rank + _MEMORY_FOOT, (_MEMORY_FOOT - _MEMORY_TOP) / highest
-        level = foot
-        xs.append(axes.x(curve[0][0]))
-        ys.append(foot)
+        level = foot = rank + _MEMORY_FOOT
+        points.append((axes.x(curve[0][0]), foot))
         for time, held in curve:
-            xs += [axes.x(time)] * 2
-            ys += [level, foot - held * height]
-            level = ys[-1]
-        xs += [end, end, math.nan]
-        ys += [level, foot, math.nan]
-    return {"x": xs, "y": ys}
+            before, level = level, foot - held * (_MEMORY_FOOT - _MEMORY_TOP) / highest
+            points += [(axes.x(time), before), (axes.x(time), level)]
+        points += [(end, level), (end, foot), (math.nan, math.nan)]
+    return {"x": [x for x, _ in points], "y": [y for _, y in points]}

@@ -12,40 +12,52 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import PenstockError
+from bokeh.embed import file_html
+from bokeh.resources import INLINE
+
 from penstock.schedule.action import Op
 from penstock.schedule.messages import numbers_of
 from penstock.schedule.rules import COMPUTE
 from penstock.simulate.measured import Difference, compare_traces
 from penstock.simulate.simulation import Simulation
 from penstock.trace import Trace
+from penstock.view import palette
 from penstock.view.layout import Drawable, ops_drawn, trace_of
-from penstock.view.palette import (
-    FONT,
-    FRAME,
-    amount,
-    colour_of,
-    ink,
-    letter_of,
-    name_of,
-    shade,
-    time_text,
-)
+from penstock.view.palette import amount, time_text
+from penstock.view.timeline import STRETCHED, Timeline, bk
 
 __all__ = [
-    "CARD", "figures_html", "figures_of", "heading_html", "legend_html",
-    "save_page", "tag",
+    "div", "figures_html", "figures_of", "heading_html", "legend_html", "page_look", "save_page",
+    "toggle_row",
 ]  # fmt: skip
 
-CARD = "background:#fff;border:1px solid #dde3e9;border-radius:8px;padding:8px 14px"
-_SQUARE = (
-    "display:inline-block;width:16px;height:16px;border-radius:3px;box-sizing:border-box;"
-    "font-size:10.5px;line-height:16px;text-align:center"
-)
-_LEGEND = (
-    "display:flex;flex-wrap:wrap;gap:4px 16px;align-items:center;min-height:31px;"
-    f"font:13px {FONT};color:#3a4652"
-)
+_PAGE_CSS = f"""
+  html, body {{ margin: 0; background: #f6f8fa; font-family: {palette.FONT}; color: #1c2733; }}
+  body {{ padding: 18px 24px; box-sizing: border-box; }}
+"""
+_CSS = """
+.bk-btn { background: #fff; border-color: #cbd3db; color: #3a4652; border-radius: 6px; }
+.bk-btn.bk-active { background: #e3ecfa; border-color: #4f86d9; color: #1f4f96; box-shadow: none; }
+.heading { font-size: 22px; font-weight: 650; line-height: 1.35; }
+.heading span { font-size: 14px; font-weight: 400; color: #66727f; margin-left: 12px; }
+.title { font-size: 13px; font-weight: 600; color: #3a4652; margin-top: 6px; }
+.card { background: #fff; border: 1px solid #dde3e9; border-radius: 8px; padding: 8px 14px; }
+.error { font-size: 14px; color: #8a1c2c; background: #fdeeee; white-space: pre-wrap; }
+.figures { display: flex; flex-wrap: wrap; gap: 10px; font-size: 11.5px; color: #66727f; }
+.figures .card { min-width: 104px; box-sizing: border-box; }
+.figures b { display: block; font-size: 17px; font-weight: 600; color: #1c2733; }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 16px; min-height: 31px; color: #3a4652; }
+.legend span { display: inline-flex; align-items: center; gap: 6px; }
+.legend i { width: 16px; height: 16px; border-radius: 3px; box-sizing: border-box;
+  font: 10.5px/16px system-ui, sans-serif; text-align: center; }
+table, .legend { font-size: 13px; line-height: normal; }
+table { border-collapse: collapse; white-space: nowrap; }
+th { text-align: left; font-weight: 500; color: #66727f; padding: 4px 14px 6px 0; }
+td { padding: 3px 14px 3px 0; }
+td[colspan] { color: #8a97a3; white-space: normal; }
+td span { display: inline-block; width: 52px; text-align: right; margin-right: 8px; }
+td i { display: inline-block; height: 11px; border-radius: 2px; }
+"""
 
 
 def save_page(
@@ -66,9 +78,6 @@ def save_page(
         names: names of the two steps.
         title: title of the page; the schedule's name if None.
 
-    Raises:
-        PenstockError: Bokeh is not installed.
-
     Example:
         >>> from tempfile import TemporaryDirectory
         >>> from penstock import build, simulate
@@ -78,100 +87,118 @@ def save_page(
         ...     "cdn.bokeh.org" in Path(folder, "zbv.html").read_text()
         False
     """
-    try:
-        from bokeh.document import Document
-        from bokeh.embed import file_html
-        from bokeh.resources import INLINE
-    except ImportError as error:
-        raise PenstockError(
-            "pages need Bokeh, which is not installed: pip install 'penstock[view]'"
-        ) from error
     steps = [shown] if beside is None else [shown, beside]
-    title = trace_of(shown).name if title is None else title
-    document = Document(title=title)
-    document.add_root(_content(steps, names, title))
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(file_html(document, resources=INLINE, title=title), encoding="utf-8")
-
-
-def _content(steps: Sequence[Drawable], names: tuple[str, str], title: str) -> Any:
-    from penstock.view import timeline as plots
-
     traces = [trace_of(step) for step in steps]
-    unit, several = traces[0].unit, len(traces) > 1
-    rows = compare_traces(*traces) if several else ()
+    first, unit = traces[0], traces[0].unit
+    title = first.name if title is None else title
+    rows = () if beside is None else compare_traces(*traces)
     rows = tuple(row for row in rows if row.action.op in COMPUTE)
-    texts = {str(each.action): _tooltip(each, names, unit) for each in rows}
-    timelines: list[plots.Timeline] = []
-    ends = []
-    for step, trace, name in zip(steps, traces, names, strict=False):
-        timeline = plots.Timeline(
-            num_ranks=trace.num_ranks,
-            name="beside" if timelines else "timeline",
-            x_range=timelines[0].x_range if timelines else None,
-        )
-        drawing = timeline.show(step, unit=unit, differences=texts, title=name if several else "")
-        ends.append(drawing.end)
-        timelines.append(timeline)
+    texts = {str(row.action): _tooltip(row, names, unit) for row in rows}
+    timelines = [Timeline()]
+    if beside is not None:
+        timelines.append(Timeline(name="beside", x_range=timelines[0].x_range))
+    ends = [
+        timeline.show(step, unit=unit, differences=texts, title=name if beside else "").end
+        for timeline, step, name in zip(timelines, steps, names, strict=False)
+    ]
     timelines[0].set_end(max(ends))
-    actions = [span.action for span in traces[0].spans]
+    actions = [span.action for span in first.spans]
     sizes = numbers_of(
-        rank=traces[0].num_ranks,
+        rank=first.num_ranks,
         stage=len({act.stage for act in actions}),
         microbatch=len({act.microbatch for act in actions} - {None}),
     )
-    shown = heading_html(title, sizes), figures_html(figures_of(steps, names)), legend_html(traces)
-    heading, figures, legend = (plots.bk.Div(text=text, **plots.STRETCHED) for text in shown)
-    return plots.page_of(
-        heading,
-        figures,
-        plots.toggle_row(timelines, legend),
+    parts = [
+        div(heading_html(title, sizes)),
+        div(figures_html(figures_of(steps, names))),
+        toggle_row(timelines, div(legend_html(traces))),
         *(timeline.plot for timeline in timelines),
-        *([plots.differences_table(rows, names, unit)] if several else []),
-    )
+        *([] if beside is None else [_differences_table(rows, names, unit)]),
+    ]
+    content = bk.Column(*parts, spacing=12, stylesheets=[page_look()], **STRETCHED)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(file_html(content, resources=INLINE, title=title), encoding="utf-8")
 
 
 def _tooltip(row: Difference, names: tuple[str, str], unit: str) -> str:
-    def signed(value: float) -> str:
-        return f"{'+' if value >= 0 else '−'}{time_text(abs(value), unit)}"
-
-    later, longer = signed(row.later), signed(row.longer)
+    later, longer = (
+        f"{'+' if value >= 0 else '−'}{time_text(abs(value), unit)}"
+        for value in (row.later, row.longer)
+    )
     return f"{names[0]} − {names[1]}: starts {later}, lasts {longer}"
+
+
+_SIGNED = """<span style="color:<%= value > 0 ? '#b3261e' : '#1b7a3d' %>;float:right">
+<%= (value > 0 ? '+' : '') + value.toFixed(3) %></span>"""
+
+
+def _differences_table(rows: Sequence[Difference], names: tuple[str, str], unit: str) -> Any:
+    """A sortable table of the differences of actions between two steps."""
+    scale, suffix = (1e3, ", ms") if unit == "s" else (1.0, "")
+    text, count = bk.StringFormatter(), bk.NumberFormatter(text_align="right")
+    number = bk.NumberFormatter(format="0,0.000", text_align="right")
+    signed = bk.HTMLTemplateFormatter(template=_SIGNED)
+    columns: list[tuple[str, str, Any, list[Any]]] = [
+        ("action", "action", text, [str(row.action) for row in rows]),
+        ("kind", "kind", text, [palette.name_of(row.action.op) for row in rows]),
+        ("rank", "rank", count, [row.rank for row in rows]),
+    ]
+    ran, planned = [row.measured for row in rows], [row.simulated for row in rows]
+    for field, title, formatter, times in (
+        ("start", f"start {names[0]}", number, [span.start for span in ran]),
+        ("start_other", f"start {names[1]}", number, [span.start for span in planned]),
+        ("later", "later by", signed, [row.later for row in rows]),
+        ("lasts", f"lasts {names[0]}", number, [span.end - span.start for span in ran]),
+        ("lasts_other", f"lasts {names[1]}", number, [s.end - s.start for s in planned]),
+        ("longer", "longer by", signed, [row.longer for row in rows]),
+    ):
+        columns.append((field, title + suffix, formatter, [time * scale for time in times]))
+    return bk.DataTable(
+        source=bk.ColumnDataSource({field: values for field, _, _, values in columns}),
+        columns=[bk.TableColumn(field=f, title=t, formatter=look) for f, t, look, _ in columns],
+        index_position=None, reorderable=False, height=340, name="differences", **STRETCHED,
+    )  # fmt: skip
+
+
+def toggle_row(timelines: Sequence[Timeline], legend: Any) -> Any:
+    """Buttons that show the critical path and the memory in these plots, beside the legend."""
+    path = bk.Toggle(label="critical path", name="toggle path", width=112, stylesheets=[_CSS])
+    memory = bk.Toggle(
+        label="memory", active=True, name="toggle memory", width=84, stylesheets=[_CSS]
+    )
+    for timeline in timelines:
+        path.js_on_change("active", timeline.show_path)
+        memory.js_on_change("active", timeline.show_memory)
+    return bk.Row(path, memory, legend, **STRETCHED)
 
 
 # --- parts in HTML ------------------------------------------------------------------------------
 
 
-def tag(name: str, style: str, *inner: str) -> str:
-    """An element with a style; ``name`` may have further attributes."""
-    return f'<{name} style="{style}">{"".join(inner)}</{name.split()[0]}>'
+def div(html: str = "", **options: Any) -> Any:
+    """An HTML part of a page, styled for the functions below."""
+    font = {"font-family": palette.FONT, "color": "#1c2733"}
+    return bk.Div(text=html, stylesheets=[_CSS], styles=font, **STRETCHED, **options)
+
+
+def page_look() -> Any:
+    """The style sheet of a whole page."""
+    return bk.GlobalInlineStyleSheet(css=_PAGE_CSS)
 
 
 def heading_html(title: str, subtitle: str) -> str:
     """A heading with a subtitle."""
-    return tag(
-        "div",
-        f"font-family:{FONT};color:#1c2733;line-height:1.35",
-        tag("span", "font-size:22px;font-weight:650", escape(title)),
-        tag("span", "font-size:14px;color:#66727f;margin-left:12px", escape(subtitle)),
-    )
+    return f'<div class="heading"><b>{escape(title)}</b><span>{escape(subtitle)}</span></div>'
 
 
 def figures_html(figures: Sequence[tuple[str, str]]) -> str:
     """A row of cards, each with a heading and a figure."""
-    cards = [
-        tag(
-            "div",
-            f"{CARD};min-width:104px;box-sizing:border-box",
-            tag("div", "font-size:11.5px;color:#66727f", escape(name)),
-            tag("div", "font-size:17px;font-weight:600", escape(value)),
-        )
+    cards = (
+        f'<div class="card"><span>{escape(name)}</span><b>{escape(value)}</b></div>'
         for name, value in figures
-    ]
-    return tag(
-        "div", f"display:flex;flex-wrap:wrap;gap:10px;font-family:{FONT};color:#1c2733", *cards
     )
+    return f'<div class="figures">{"".join(cards)}</div>'
 
 
 def figures_of(
@@ -211,30 +238,24 @@ def legend_html(traces: Sequence[Trace]) -> str:
     """The legend of the colours used in a drawing of these traces."""
     chips = [
         (
-            name_of(op),
-            f"background:{colour_of(op)};color:{ink(colour_of(op))}",
-            letter_of(op) if op in COMPUTE else "",
+            palette.name_of(op),
+            f"background:{colour};color:{palette.ink(colour)}",
+            palette.letter_of(op) if op in COMPUTE else "",
         )
         for op in ops_drawn(traces)
+        for colour in [palette.colour_of(op)]
     ]
     chips.append(("idle", "background:#fff;border:1px solid #b9c3cd", ""))
-    for trace in traces:
-        stages = {(span.rank, span.action.stage) for span in trace.spans}
-        if len(stages) > len({rank for rank, _ in stages}):
-            first, last = (shade(colour_of(Op.FORWARD), step, 2) for step in (0, 1))
-            look = f"background:linear-gradient(90deg,{first} 50%,{last} 50%)"
-            chips.append(("a rank's first, last stage", look, ""))
-            break
+    stages = {(i, s.rank, s.action.stage) for i, trace in enumerate(traces) for s in trace.spans}
+    if len(stages) > len({place[:2] for place in stages}):
+        forward = palette.colour_of(Op.FORWARD)
+        first, last = (palette.shade(forward, step, 2) for step in (0, 1))
+        look = f"background:linear-gradient(90deg,{first} 50%,{last} 50%)"
+        chips.append(("a rank's first, last stage", look, ""))
     if any(trace.overlapped_pairs for trace in traces):
-        chips.append(("run as one block", f"background:#fff;border:2px solid {FRAME}", ""))
+        chips.append(("run as one block", f"background:#fff;border:2px solid {palette.FRAME}", ""))
     chips.append(("memory held", "background:#e6c68b", ""))
-    shown = [
-        tag(
-            "span",
-            "display:inline-flex;align-items:center;gap:6px",
-            tag("span", f"{_SQUARE};{look}", letter),
-            escape(name),
-        )
-        for name, look, letter in chips
-    ]
-    return tag("div", _LEGEND, *shown)
+    shown = (
+        f'<span><i style="{look}">{letter}</i>{escape(name)}</span>' for name, look, letter in chips
+    )
+    return f'<div class="legend">{"".join(shown)}</div>'

@@ -7,34 +7,14 @@ forwards blue, backwards green-blue, weight gradients green, idle time white.
 from __future__ import annotations
 
 from penstock.schedule.action import Op
+from penstock.schedule.messages import numbers_of
+from penstock.schedule.program import Program
 from penstock.trace import Trace
 
 __all__ = [
-    "ANSI", "COLOURS", "FONT", "FRAME", "amount", "axis_label", "colour_of", "ink", "letter_of",
-    "name_of", "shade", "shades", "time_text",
+    "FONT", "FRAME", "amount", "ansi_of", "axis_label", "colour_of", "ink", "letter_of", "name_of",
+    "shade", "shades", "sizes_text", "time_text",
 ]  # fmt: skip
-
-COLOURS: dict[Op, str] = {
-    Op.FORWARD: "#4f86d9",
-    Op.FULL_BACKWARD: "#1f9c8d",
-    Op.INPUT_GRAD: "#6cc9d8",
-    Op.WEIGHT_GRAD: "#6bb35a",
-    Op.RECOMPUTE: "#8f9bb3",
-    Op.OFFLOAD: "#8e6bbf",
-    Op.RELOAD: "#d98ac0",
-}
-
-ANSI: dict[Op, tuple[str, str]] = {
-    Op.FORWARD: ("blue", "bright_white"),
-    Op.FULL_BACKWARD: ("cyan", "black"),
-    Op.INPUT_GRAD: ("bright_cyan", "black"),
-    Op.WEIGHT_GRAD: ("green", "black"),
-    Op.RECOMPUTE: ("white", "black"),
-    Op.OFFLOAD: ("magenta", "bright_white"),
-    Op.RELOAD: ("bright_magenta", "black"),
-}
-"""The background and text colour of each op on terminals with 16 colours, where the ANSI colours
-nearest to ``COLOURS`` would coincide for several ops."""
 
 FRAME = "#1c2733"
 """The colour of the frame around an overlapped pair."""
@@ -42,11 +22,18 @@ FRAME = "#1c2733"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 """The font of pages."""
 
-_NAMES: dict[Op, str] = {
-    Op.FORWARD: "forward",
-    Op.FULL_BACKWARD: "backward",
-    Op.INPUT_GRAD: "input gradient",
-    Op.WEIGHT_GRAD: "weight gradient",
+# The name of an op, its colour, and its background and text colour on terminals with 16 colours,
+# where the ANSI colours nearest to these would coincide for several ops.
+_DRAWN: dict[Op, tuple[str, str, tuple[str, str]]] = {
+    Op.FORWARD: ("forward", "#4f86d9", ("blue", "bright_white")),
+    Op.FULL_BACKWARD: ("backward", "#1f9c8d", ("cyan", "black")),
+    Op.INPUT_GRAD: ("input gradient", "#6cc9d8", ("bright_cyan", "black")),
+    Op.WEIGHT_GRAD: ("weight gradient", "#6bb35a", ("green", "black")),
+    Op.RECOMPUTE: ("recompute", "#8f9bb3", ("white", "black")),
+    Op.OFFLOAD: ("offload to the host", "#8e6bbf", ("magenta", "bright_white")),
+    Op.RELOAD: ("reload from the host", "#d98ac0", ("bright_magenta", "black")),
+}
+_OTHERS: dict[Op, str] = {
     Op.SEND_F: "send activations",
     Op.RECV_F: "receive activations",
     Op.SEND_B: "send gradients",
@@ -54,15 +41,12 @@ _NAMES: dict[Op, str] = {
     Op.UNSHARD: "gather parameters",
     Op.RESHARD: "release parameters",
     Op.REDUCE_GRAD: "reduce gradients",
-    Op.RECOMPUTE: "recompute",
-    Op.OFFLOAD: "offload to the host",
-    Op.RELOAD: "reload from the host",
 }
 
 
 def name_of(op: Op) -> str:
     """The name of an op in words, such as "input gradient"."""
-    return _NAMES.get(op, op.value.lower().replace("_", " "))
+    return _DRAWN[op][0] if op in _DRAWN else _OTHERS[op]
 
 
 def letter_of(op: Op) -> str:
@@ -71,8 +55,13 @@ def letter_of(op: Op) -> str:
 
 
 def colour_of(op: Op) -> str:
-    """The colour of an op; all ops outside ``COLOURS`` share one."""
-    return COLOURS.get(op, "#c9b28f")
+    """The colour of an op; messages and sharding share one."""
+    return _DRAWN[op][1] if op in _DRAWN else "#c9b28f"
+
+
+def ansi_of(op: Op) -> tuple[str, str]:
+    """The background and text colour of an op on terminals with 16 colours."""
+    return _DRAWN[op][2] if op in _DRAWN else ("yellow", "black")
 
 
 def _channels(colour: str) -> list[int]:
@@ -98,13 +87,12 @@ def shade(colour: str, step: int, num_steps: int) -> str:
 
 def shades(trace: Trace) -> dict[tuple[int, Op, int], str]:
     """The colour of every rank, op and stage of a trace."""
-    stages: dict[int, set[int]] = {}
-    for span in trace.spans:
-        stages.setdefault(span.rank, set()).add(span.action.stage)
-    order = {rank: sorted(each) for rank, each in stages.items()}
     used = {(span.rank, span.action.op, span.action.stage) for span in trace.spans}
+    stages: dict[int, list[int]] = {}
+    for rank, stage in sorted({(rank, stage) for rank, _, stage in used}):
+        stages.setdefault(rank, []).append(stage)
     return {
-        (rank, op, stage): shade(colour_of(op), order[rank].index(stage), len(order[rank]))
+        (rank, op, stage): shade(colour_of(op), stages[rank].index(stage), len(stages[rank]))
         for rank, op, stage in used
     }
 
@@ -127,6 +115,15 @@ def amount(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.4g} {letter}"
     return f"{value:.0f}" if value == round(value) else f"{value:.4g}"
+
+
+def sizes_text(program: Program) -> str:
+    """The sizes of a program, such as ``4 ranks, 8 stages, 16 microbatches``."""
+    return numbers_of(
+        rank=program.num_ranks,
+        stage=program.num_stages,
+        microbatch=program.num_whole_microbatches,
+    )
 
 
 def time_text(value: float, unit: str) -> str:

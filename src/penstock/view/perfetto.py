@@ -50,11 +50,8 @@ def to_perfetto(trace: Trace) -> str:
     """
     if trace.unit not in _SCALE:
         raise ScheduleError(f"the trace's unit is {trace.unit!r}, expected one of 's', '1'")
-    scale, pair_of = _SCALE[trace.unit], trace.pair_of()
-    events = [*_lane_names(trace)]
-    events += [_complete_event(span, scale, pair_of.get(span.action)) for span in trace.spans]
-    events += _arrows(trace, scale)
     header = {"schedule": trace.name, "ranks": trace.num_ranks, "unit": trace.unit}
+    events = [*_lane_names(trace), *_complete_events(trace), *_arrows(trace)]
     return json.dumps({"displayTimeUnit": "ms", "otherData": header, "traceEvents": events})
 
 
@@ -92,10 +89,20 @@ def _read(document: _Event) -> Trace:
     # Every rank has at least one metadata event.
     if not isinstance(name, str) or type(num_ranks) is not int or num_ranks > len(events):
         raise ValueError(f"{num_ranks!r} ranks of schedule {name!r} in {len(events)} events")
-    complete = [event for event in events if event["ph"] == "X"]
-    spans = [_span(event, scale, num_ranks) for event in complete]
-    texts = dict.fromkeys(e["args"]["block"] for e in complete if "block" in e["args"])
-    pairs = [step for step in map(parse_step, texts) if isinstance(step, Overlap)]
+    spans, pairs = [], dict[Overlap, None]()
+    for event in events:
+        if event["ph"] != "X":
+            continue
+        rank, start, length = event["pid"], event["ts"] / scale, event["dur"] / scale
+        if type(rank) is not int or not 0 <= rank < num_ranks:
+            raise ValueError(f"{event['name']} has pid {rank!r}, expected a rank below {num_ranks}")
+        if not (math.isfinite(start) and 0 <= length < math.inf):
+            raise ValueError(f"{event['name']} has ts {event['ts']!r} and dur {event['dur']!r}")
+        act = parse_action(event["name"])
+        spans.append(Span(rank=rank, action=act, start=start, end=start + length))
+        pair = parse_step(event["args"]["block"]) if "block" in event["args"] else None
+        if isinstance(pair, Overlap):
+            pairs[pair] = None
     return Trace(
         name=name,
         num_ranks=num_ranks,
@@ -104,15 +111,6 @@ def _read(document: _Event) -> Trace:
         spans=tuple(sorted(spans, key=lambda s: (s.rank, s.start))),
         overlapped_pairs=tuple(pairs),
     )
-
-
-def _span(event: _Event, scale: float, num_ranks: int) -> Span:
-    rank, start, length = event["pid"], event["ts"] / scale, event["dur"] / scale
-    if type(rank) is not int or not 0 <= rank < num_ranks:
-        raise ValueError(f"{event['name']} has pid {rank!r}, expected a rank below {num_ranks}")
-    if not (math.isfinite(start) and 0 <= length < math.inf):
-        raise ValueError(f"{event['name']} has ts {event['ts']!r} and dur {event['dur']!r}")
-    return Span(rank=rank, action=parse_action(event["name"]), start=start, end=start + length)
 
 
 def _lane(span: Span) -> int:
@@ -132,35 +130,34 @@ def _lane_names(trace: Trace) -> Iterator[_Event]:
             yield {"ph": "M", "name": f"{kind}_sort_index", **place, "args": {"sort_index": order}}
 
 
-def _complete_event(span: Span, scale: float, block: Overlap | None) -> _Event:
-    act = span.action
-    args: _Event = {"stage": act.stage, "op": act.op.value}
-    if act.microbatch is not None:
-        args["microbatch"] = act.microbatch
-    if block is not None:
-        args["block"] = str(block)
-    return {
-        "ph": "X", "name": str(act), "cat": name_of(act.op), "pid": span.rank, "tid": _lane(span),
-        "ts": span.start * scale, "dur": (span.end - span.start) * scale, "args": args,
-    }  # fmt: skip
-
-
-def _arrows(trace: Trace, scale: float) -> list[_Event]:
-    """A pair of flow events for each result that crosses ranks."""
-    made = producers(trace.spans)
-    events: list[_Event] = []
+def _complete_events(trace: Trace) -> Iterator[_Event]:
+    """An event with a duration for each span."""
+    scale, pair_of = _SCALE[trace.unit], trace.pair_of()
     for span in trace.spans:
-        for needed in needed_by(span.action) if span.action.op in COMPUTE else ():
-            maker = made.get(needed)
-            if maker is None or maker.rank == span.rank:
-                continue
-            arrow = {
-                "cat": "message", "name": name_of(needed.op), "id": len(events) // 2,
-                "tid": _COMPUTE_LANE,
-            }  # fmt: skip
-            # A flow event binds to the enclosing slice, so it starts within the producer's.
-            left = (maker.start + maker.end) / 2
-            events.append({**arrow, "ph": "s", "pid": maker.rank, "ts": left * scale})
-            arrived = {"pid": span.rank, "ts": span.start * scale}
-            events.append({**arrow, "ph": "f", "bp": "e", **arrived})
-    return events
+        act, length = span.action, span.end - span.start
+        args: _Event = {"stage": act.stage, "op": act.op.value}
+        if act.microbatch is not None:
+            args["microbatch"] = act.microbatch
+        if act in pair_of:
+            args["block"] = str(pair_of[act])
+        yield {
+            "ph": "X", "name": str(act), "cat": name_of(act.op), "pid": span.rank,
+            "tid": _lane(span), "ts": span.start * scale, "dur": length * scale, "args": args,
+        }  # fmt: skip
+
+
+def _arrows(trace: Trace) -> Iterator[_Event]:
+    """A pair of flow events for each result that crosses ranks."""
+    scale, made = _SCALE[trace.unit], producers(trace.spans)
+    crossing = (
+        (needed, made[needed], span)
+        for span in trace.spans
+        for needed in (needed_by(span.action) if span.action.op in COMPUTE else ())
+        if needed in made and made[needed].rank != span.rank
+    )
+    for number, (needed, maker, user) in enumerate(crossing):
+        arrow = {"cat": "message", "name": name_of(needed.op), "id": number, "tid": _COMPUTE_LANE}
+        # A flow event binds to the enclosing slice, so it starts within the producer's.
+        left = (maker.start + maker.end) / 2
+        yield {**arrow, "ph": "s", "pid": maker.rank, "ts": left * scale}
+        yield {**arrow, "ph": "f", "bp": "e", "pid": user.rank, "ts": user.start * scale}

@@ -111,13 +111,9 @@ def title_of(trace: Trace) -> str:
 def _add_panel(figure: Figure, num_ranks: int, bottom: float) -> Axes:
     """Add axes with a lane per rank, ``bottom`` inches above the figure's foot."""
     width, height = figure.get_size_inches()
+    left, right = _MARGIN / width, 1 - 0.2 / width
     axes: Axes = figure.add_axes(
-        (
-            _MARGIN / width,
-            (bottom + 0.25) / height,
-            1 - (_MARGIN + 0.2) / width,
-            num_ranks * _LANE_HEIGHT / height,
-        )
+        (left, (bottom + 0.25) / height, right - left, num_ranks * _LANE_HEIGHT / height)
     )
     axes.set_ylim(num_ranks, 0)
     names = [f"rank {rank}" for rank in range(num_ranks)]
@@ -130,6 +126,8 @@ def _add_panel(figure: Figure, num_ranks: int, bottom: float) -> Axes:
 
 def _draw_lanes(axes: Axes, drawing: Drawing, inches: float) -> None:
     """Draw the boxes of a step; ``inches`` is the width of one unit of time."""
+    from matplotlib.collections import PolyCollection
+
     boxes = drawing.boxes
     usual = inches * sum(boxes["lasts"]) / max(1, len(boxes["lasts"]))
     edge = _EDGE if usual > _NARROW else 0.0
@@ -137,23 +135,20 @@ def _draw_lanes(axes: Axes, drawing: Drawing, inches: float) -> None:
     for colour, label, each in zip(boxes["fill"], boxes["label"], _corners(boxes), strict=True):
         # A box without a label is a strip, too thin for an edge.
         looks.setdefault((colour, edge if label else 0.0), []).append(each)
-    for (colour, width), corners in sorted(looks.items()):
-        _add(axes, corners, facecolors=colour, edgecolors="white", linewidths=width)
-    frames = _corners(drawing.overlapped_pairs)
-    _add(axes, frames, facecolors="none", edgecolors=FRAME, linewidths=2 * edge)
+    collections = [
+        PolyCollection(corners, facecolors=colour, edgecolors="white", linewidths=width)
+        for (colour, width), corners in sorted(looks.items())
+    ]
+    frame: Any = {"facecolors": "none", "edgecolors": FRAME, "linewidths": 2 * edge}
+    collections.append(PolyCollection(_corners(drawing.overlapped_pairs), **frame))
+    for collection in collections:
+        axes.add_collection(collection, autolim=False)
     _draw_labels(axes, boxes, inches)
 
 
 def _corners(columns: Columns) -> list[_Corners]:
     sides = zip(*(columns[n] for n in ("left", "right", "top_alone", "foot_alone")), strict=True)
     return [((le, to), (ri, to), (ri, fo), (le, fo)) for le, ri, to, fo in sides]
-
-
-def _add(axes: Axes, corners: Sequence[_Corners], **look: Any) -> None:
-    """Add one collection per style, since thousands of single boxes draw slowly."""
-    from matplotlib.collections import PolyCollection
-
-    axes.add_collection(PolyCollection(corners, **look), autolim=False)
 
 
 def _draw_labels(axes: Axes, boxes: Columns, inches: float) -> None:

@@ -9,7 +9,7 @@ from penstock.schedule.action import Op
 from penstock.schedule.rules import COMPUTE, HOST_TRANSFERS
 from penstock.trace import Trace
 from penstock.view.layout import drawn
-from penstock.view.palette import ANSI, ink, name_of, shades
+from penstock.view.palette import ansi_of, ink, name_of, shades
 from penstock.view.text import grid, to_text
 
 __all__ = ["legend", "timeline"]
@@ -47,8 +47,7 @@ def legend(trace: Trace, *, shaded: bool = True) -> Text:
             first.setdefault(name_of(span.action.op), style)
     text = Text("\n")
     for name, style in first.items():
-        text.append("  ", style)
-        text.append(f" {name}   ")
+        text.append("  ", style).append(f" {name}   ")
     if trace.overlapped_pairs:
         text.append("+ joins a block   ")
     return text
@@ -56,8 +55,7 @@ def legend(trace: Trace, *, shaded: bool = True) -> Text:
 
 def _styles(trace: Trace, *, shaded: bool) -> dict[tuple[int, Op, int], Style]:
     """The style of each rank, op and stage."""
-    found = {}
-    for (rank, op, stage), shade in shades(trace).items():
-        back, text = (shade, ink(shade)) if shaded or op not in ANSI else ANSI[op]
-        found[rank, op, stage] = Style(color=text, bgcolor=back)
-    return found
+    looks = {place: (shade, ink(shade)) for place, shade in shades(trace).items()}
+    if not shaded:
+        looks = {place: ansi_of(place[1]) for place in looks}
+    return {place: Style(color=text, bgcolor=back) for place, (back, text) in looks.items()}

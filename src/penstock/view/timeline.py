@@ -1,44 +1,34 @@
 """The timeline as a Bokeh plot: zoom, hover, a memory lane per rank, the critical path.
 
-One plot serves the page and the playground: it starts empty, and ``show`` fills it repeatedly. This
-module imports Bokeh, so import it lazily.
+One plot serves the page and the playground: it starts empty, and ``show`` fills it repeatedly.
+Importing this module raises PenstockError if Bokeh is not installed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import bokeh.models
-import numpy as np
-from bokeh.core.properties import value
-from bokeh.layouts import column, row
-from bokeh.plotting import figure
+from penstock.errors import PenstockError
+from penstock.view.layout import Columns, Drawable, Drawing, arrange, trace_of
+from penstock.view.palette import FRAME, amount, axis_label
 
-from penstock.simulate.measured import Difference
-from penstock.view.layout import Drawable, Drawing, arrange, trace_of
-from penstock.view.palette import FONT, FRAME, amount, axis_label, name_of
+try:
+    import bokeh.models
+    import numpy as np
+    from bokeh.plotting import figure
+except ImportError as error:
+    raise PenstockError(
+        "pages and the playground need Bokeh, which is not installed: pip install 'penstock[view]'"
+    ) from error
 
-__all__ = ["STRETCHED", "Timeline", "bk", "differences_table", "page_of", "toggle_row"]
+__all__ = ["STRETCHED", "Timeline", "bk"]
 
 bk: Any = bokeh.models  # its type hints lack most names
 STRETCHED: dict[str, Any] = {"sizing_mode": "stretch_width"}
 
-_PAGE_CSS = f"""
-  html, body {{ margin: 0; background: #f6f8fa; font-family: {FONT}; color: #1c2733; }}
-  body {{ padding: 18px 24px; box-sizing: border-box; }}
-"""
 _MEMORY, _PATH, _PEAK = "#d9a441", "#c2255c", "#8a5f10"
 _LANES_HEIGHT, _AXES_HEIGHT = 900, 62
 _SMALLEST_LANE, _LARGEST_LANE = 13, 58
-
-_BUTTON_CSS = """
-.bk-btn { background: #fff; border-color: #cbd3db; color: #3a4652; border-radius: 6px; }
-.bk-btn.bk-active { background: #e3ecfa; border-color: #4f86d9; color: #1f4f96; box-shadow: none; }
-"""
-
-_SIGNED = """<span style="color:<%= value > 0 ? '#b3261e' : '#1b7a3d' %>;float:right">
-<%= (value > 0 ? '+' : '') + value.toFixed(3) %></span>"""
 
 _TOOLTIP = """
 <div class="tooltip" style="font:12px system-ui,sans-serif;color:#1c2733;max-width:340px">
@@ -116,12 +106,11 @@ class Timeline:
     """A plot with a lane per rank; the wheel zooms the time axis, and dragging pans it.
 
     Args:
-        num_ranks: the initial number of lanes.
         name: name of the plot, and prefix of the names of its parts, as in "timeline boxes".
         x_range: the time axis of another plot, to share it.
     """
 
-    def __init__(self, *, num_ranks: int, name: str = "timeline", x_range: Any = None) -> None:
+    def __init__(self, *, name: str = "timeline", x_range: Any = None) -> None:
         self.x_range = bk.Range1d(start=0, end=1) if x_range is None else x_range
         self.plot: Any = figure(
             title=bk.Title(text_font_size="13px"), name=name, x_range=self.x_range,
@@ -143,10 +132,8 @@ class Timeline:
             axis.axis_line_color = "#aab4be"
         plot.yaxis[0].update(axis_line_color=None, **no_ticks)
         plot.add_layout(self._peaks, "right")
-        self._num_lanes = 0
         self._add_glyphs(name)
         self._add_callbacks()
-        self._set_lanes(num_ranks)
 
     def _add_glyphs(self, name: str) -> None:
         plot, path = self.plot, {"line_color": _PATH, "visible": False}
@@ -177,7 +164,8 @@ class Timeline:
         )
         plot.text(
             "x", "y", text="text", source=self.labels, text_color="ink", text_align="center",
-            text_baseline="middle", text_font_size="10px", text_font=value("system-ui, sans-serif"),
+            text_baseline="middle", text_font_size="10px",
+            text_font={"value": "system-ui, sans-serif"},
         )  # fmt: skip
 
     def _add_callbacks(self) -> None:
@@ -210,13 +198,20 @@ class Timeline:
         title: str = "",
     ) -> Drawing:
         """Replace the drawn step; return its layout. Arguments are those of ``arrange``."""
-        trace = trace_of(step)
+        trace, plot = trace_of(step), self.plot
         drawing = arrange(step, unit=unit, differences=differences)
-        self._set_lanes(trace.num_ranks)
-        peaks = {rank + 0.5: amount(peak) for rank, peak in enumerate(drawing.peaks)}
-        self._peaks.major_label_overrides = peaks
-        self.plot.title.text = title
-        self.plot.xaxis.axis_label = axis_label(unit or trace.unit)
+        plot.title.text = title
+        plot.xaxis.axis_label = axis_label(unit or trace.unit)
+        lane = min(_LARGEST_LANE, max(_SMALLEST_LANE, _LANES_HEIGHT // trace.num_ranks))
+        plot.height = lane * trace.num_ranks + _AXES_HEIGHT
+        # Reversed, so that rank 0 is on top.
+        _set_range(plot.y_range, trace.num_ranks, 0, bounds=(0, trace.num_ranks))
+        plot.ygrid[0].ticker = bk.FixedTicker(ticks=list(range(trace.num_ranks + 1)))
+        names = [f"rank {rank}" for rank in range(trace.num_ranks)]
+        for axis, labels in (plot.yaxis[0], names), (self._peaks, map(amount, drawing.peaks)):
+            axis.major_label_overrides = {rank + 0.5: label for rank, label in enumerate(labels)}
+            axis.ticker = bk.FixedTicker(ticks=list(axis.major_label_overrides))
+            axis.major_label_text_font_size = "11px" if lane >= 16 else "9px"
         self.set_end(drawing.end)
         self.block_frames.data = _packed(drawing.overlapped_pairs)
         self.path_boxes.data = drawing.path
@@ -231,22 +226,6 @@ class Timeline:
         _set_range(self.x_range, 0, end * 1.005, bounds=(-0.02 * end, end * 1.05))
         self.x_range.min_interval = end / 2000
 
-    def _set_lanes(self, num_ranks: int) -> None:
-        """Set the number of lanes, and the height of the plot."""
-        if num_ranks == self._num_lanes:
-            return
-        self._num_lanes, plot = num_ranks, self.plot
-        lane = min(_LARGEST_LANE, max(_SMALLEST_LANE, _LANES_HEIGHT // num_ranks))
-        plot.height = lane * num_ranks + _AXES_HEIGHT
-        # Reversed, so that rank 0 is on top.
-        _set_range(plot.y_range, num_ranks, 0, bounds=(0, num_ranks))
-        names = {rank + 0.5: f"rank {rank}" for rank in range(num_ranks)}
-        for axis in (plot.yaxis[0], self._peaks):
-            axis.ticker = bk.FixedTicker(ticks=list(names))
-            axis.major_label_text_font_size = "11px" if lane >= 16 else "9px"
-        plot.yaxis[0].major_label_overrides = names
-        plot.ygrid[0].ticker = bk.FixedTicker(ticks=list(range(num_ranks + 1)))
-
 
 def _set_range(axis: Any, start: float, end: float, *, bounds: tuple[float, float]) -> None:
     """Set the range of an axis; clears its old bounds first, since they would clip the range."""
@@ -255,56 +234,9 @@ def _set_range(axis: Any, start: float, end: float, *, bounds: tuple[float, floa
     axis.bounds = bounds
 
 
-def _packed(columns: dict[str, list[Any]]) -> dict[str, Any]:
+def _packed(columns: Columns) -> dict[str, Any]:
     """Columns with numbers as arrays, which Bokeh sends in binary instead of as text."""
     return {
         name: np.array(column) if column and isinstance(column[0], float) else column
         for name, column in columns.items()
     }
-
-
-def toggle_row(timelines: Sequence[Timeline], legend: Any) -> Any:
-    """Buttons that show the critical path and the memory in these plots, beside the legend."""
-    look = bk.InlineStyleSheet(css=_BUTTON_CSS)
-    path = bk.Toggle(label="critical path", name="toggle path", width=112, stylesheets=[look])
-    memory = bk.Toggle(
-        label="memory", active=True, name="toggle memory", width=84, stylesheets=[look]
-    )
-    for timeline in timelines:
-        path.js_on_change("active", timeline.show_path)
-        memory.js_on_change("active", timeline.show_memory)
-    return row(path, memory, legend, **STRETCHED)
-
-
-def page_of(*parts: Any, arrange: Callable[..., Any] = column, spacing: int = 12) -> Any:
-    """A page of these parts, in a column or a row."""
-    look = bk.GlobalInlineStyleSheet(css=_PAGE_CSS)
-    return arrange(*parts, spacing=spacing, stylesheets=[look], **STRETCHED)
-
-
-def differences_table(rows: Sequence[Difference], names: tuple[str, str], unit: str) -> Any:
-    """A sortable table of the differences of actions between two steps."""
-    scale, suffix = (1e3, ", ms") if unit == "s" else (1.0, "")
-    text, count = bk.StringFormatter(), bk.NumberFormatter(text_align="right")
-    number = bk.NumberFormatter(format="0,0.000", text_align="right")
-    signed = bk.HTMLTemplateFormatter(template=_SIGNED)
-    measured, simulated = [row.measured for row in rows], [row.simulated for row in rows]
-    columns: list[tuple[str, str, Any, list[Any]]] = [
-        ("action", "action", text, [str(row.action) for row in rows]),
-        ("kind", "kind", text, [name_of(row.action.op) for row in rows]),
-        ("rank", "rank", count, [row.rank for row in rows]),
-    ]
-    for field, title, formatter, times in (
-        ("start", f"start {names[0]}", number, [span.start for span in measured]),
-        ("start_other", f"start {names[1]}", number, [span.start for span in simulated]),
-        ("later", "later by", signed, [each.later for each in rows]),
-        ("lasts", f"lasts {names[0]}", number, [s.end - s.start for s in measured]),
-        ("lasts_other", f"lasts {names[1]}", number, [s.end - s.start for s in simulated]),
-        ("longer", "longer by", signed, [each.longer for each in rows]),
-    ):
-        columns.append((field, title + suffix, formatter, [time * scale for time in times]))
-    return bk.DataTable(
-        source=bk.ColumnDataSource({field: values for field, _, _, values in columns}),
-        columns=[bk.TableColumn(field=f, title=t, formatter=look) for f, t, look, _ in columns],
-        index_position=None, reorderable=False, height=340, name="differences", **STRETCHED,
-    )  # fmt: skip
