@@ -235,10 +235,11 @@ def _outline(curves: Sequence[Curve], axes: _Axes, end: float, highest: float) -
     for rank, curve in enumerate(curves):
         if not curve or highest <= 0:
             continue
+        height = (_MEMORY_FOOT - _MEMORY_TOP) / highest
         level = foot = rank + _MEMORY_FOOT
         points.append((axes.x(curve[0][0]), foot))
         for time, held in curve:
-            before, level = level, foot - held * (_MEMORY_FOOT - _MEMORY_TOP) / highest
+            before, level = level, foot - held * height
             points += [(axes.x(time), before), (axes.x(time), level)]
         points += [(end, level), (end, foot), (math.nan, math.nan)]
     return {"x": [x for x, _ in points], "y": [y for _, y in points]}

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from penstock.schedule.action import Action, Op, Overlap
+from penstock.schedule.action import Action, Op
 from penstock.trace import Span, Trace
 from penstock.view.layout import drawn
 from penstock.view.palette import letter_of
@@ -76,12 +76,12 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> list[tuple[str, La
     """
     if width < _SMALLEST_WIDTH:
         raise ValueError(f"width is {width}, expected at least {_SMALLEST_WIDTH}")
-    lanes = list(_lanes(trace))
+    lanes, pair_of = list(_lanes(trace)), trace.pair_of()
     spans = [span for rank in range(trace.num_ranks) for span in trace.compute(rank)]
     margin = max((len(head) for head, _ in lanes), default=0) + 2
     room = width - margin
     origin = min((span.start for span in spans), default=0.0)
-    cell = min((s.end - s.start for s in spans if s.end > s.start), default=trace.makespan or 1.0)
+    length = min((s.end - s.start for s in spans if s.end > s.start), default=trace.makespan or 1.0)
     several = any(s.action.stage >= trace.num_ranks for s in spans)
 
     def label(act: Action) -> str:
@@ -90,36 +90,41 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> list[tuple[str, La
         return f" {act.microbatch}" if brief else f"{stage}{letter_of(act.op)}{act.microbatch}"
 
     size = max((len(label(s.action)) for _, lane in lanes for s in lane), default=1)
-    count = math.ceil(trace.makespan / cell - _ROUNDING)
+    count = math.ceil(trace.makespan / length - _ROUNDING)
     labelled = count * (size + (not brief)) - (not brief) <= room
     if not labelled and count > room:
         count = room
-        cell = trace.makespan / count
+        length = trace.makespan / count
     # Cells with colours alone are easier to see if wide.
     if not labelled:
         size = max(1, room // max(1, count)) if brief else 1
 
-    def text_of(span: Span | None, begins: bool, joins: bool) -> str:
-        """The text of a cell; ``joins`` for the first cell of a pair's second action."""
-        if brief:
-            text = label(span.action) if span and begins and labelled else ""
-            return ("+" + text[1:] if joins else text).ljust(size)[:size]
-        if span is None:
-            text = "." * size
-        elif not labelled:
-            text = "+" if joins else letter_of(span.action.op)
-        else:
-            text = label(span.action).ljust(size) if begins else "-" * size
-        return ("+" if joins else " ") * labelled + text
+    def cells(lane: Sequence[Span]) -> Iterator[tuple[Span | None, str]]:
+        before = None
+        for i in range(count):
+            time = origin + (i + 0.5) * length
+            index = bisect_right(lane, time, key=lambda span: span.start) - 1
+            span = lane[index] if index >= 0 and time < lane[index].end else None
+            begins = span is not before
+            pair, last = (pair_of.get(s.action) if s else None for s in (span, before))
+            # The first cell of a pair's second action.
+            joins = begins and pair is not None and pair == last
+            before = span
+            if brief:
+                text = label(span.action) if span and begins and labelled else ""
+                yield span, ("+" + text[1:] if joins else text).ljust(size)[:size]
+                continue
+            if span is None:
+                text = "." * size
+            elif labelled:
+                text = label(span.action).ljust(size) if begins else "-" * size
+            else:
+                text = "+" if joins else letter_of(span.action.op)
+            yield span, ("+" if joins else " ") * labelled + text
 
-    times = [origin + (i + 0.5) * cell for i in range(count)]
-    pair_of = trace.pair_of()
     # Labels begin with a gap.
     margin -= labelled and not brief
-    return [
-        (head.ljust(margin), [(cell[0], text_of(*cell)) for cell in _cells(lane, times, pair_of)])
-        for head, lane in lanes
-    ]
+    return [(head.ljust(margin), list(cells(lane))) for head, lane in lanes]
 
 
 def _lanes(trace: Trace) -> Iterator[tuple[str, Sequence[Span]]]:
@@ -131,17 +136,3 @@ def _lanes(trace: Trace) -> Iterator[tuple[str, Sequence[Span]]]:
             lane = [span for span in copies if (span.rank, span.action.op) == (rank, op)]
             if lane:
                 yield head, lane
-
-
-def _cells(
-    lane: Sequence[Span], times: list[float], pair_of: Mapping[Action, Overlap]
-) -> Iterator[tuple[Span | None, bool, bool]]:
-    """The span at each time, and whether it begins there, as the second action of a pair."""
-    before = None
-    for time in times:
-        index = bisect_right(lane, time, key=lambda span: span.start) - 1
-        span = lane[index] if index >= 0 and time < lane[index].end else None
-        pair, last = (pair_of.get(s.action) if s else None for s in (span, before))
-        begins = span is not before
-        yield span, begins, begins and pair is not None and pair == last
-        before = span
