@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action, Op, action
 from penstock.schedule.check import check
+from penstock.schedule.families.common import program_of
 from penstock.schedule.families.periodic import PeriodicPattern, chain_pattern
-from penstock.schedule.list_schedule import list_schedule
+from penstock.schedule.list_schedule import Scheduled, actions_of, list_schedule
 from penstock.schedule.placement import Placement, linear, looped, v_shape, wave
-from penstock.schedule.program import Program
 from penstock.simulate.costs import Costs
 from penstock.simulate.memory import peak_in_flight
 from penstock.simulate.simulation import simulate
@@ -26,36 +25,28 @@ def placements(draw: st.DrawFn) -> Placement:
 
 
 @st.composite
-def patterns(draw: st.DrawFn) -> tuple[Placement, PeriodicPattern, Op]:
+def patterns(draw: st.DrawFn) -> tuple[Placement, PeriodicPattern, bool]:
     placement = draw(placements())
-    backward = draw(st.sampled_from([Op.INPUT_GRAD, Op.FULL_BACKWARD]))
+    full = draw(st.booleans())
     passes = 2 * placement.num_stages - 1
     gaps = draw(st.lists(st.integers(1, 5), min_size=passes, max_size=passes))
-    if backward is Op.FULL_BACKWARD:
+    if full:
         gaps = [max(2, gap) if at >= placement.num_stages else gap for at, gap in enumerate(gaps)]
     period = 3 * placement.num_stages // placement.num_ranks + draw(st.integers(0, 2))
-    return (
-        placement,
-        chain_pattern(placement, gaps=gaps, period=period, backward=backward),
-        backward,
-    )
-
-
-def length(op: Op) -> int:
-    return 2 if op is Op.FULL_BACKWARD else 1
+    return placement, chain_pattern(placement, gaps=gaps, period=period, full=full), full
 
 
 @settings(deadline=None, max_examples=150)
 @given(patterns())
-def test_repetitions_of_a_pattern_never_meet(made: tuple[Placement, PeriodicPattern, Op]) -> None:
-    placement, pattern, backward = made
+def test_repetitions_of_a_pattern_never_meet(made: tuple[Placement, PeriodicPattern, bool]) -> None:
+    placement, pattern, full = made
     stages = placement.num_stages
     for rank in range(placement.num_ranks):
         taken = [
             (pattern.starts[kind] + unit) % pattern.period
             for stage in placement.stages_of(rank)
-            for kind, op in ((stage, Op.FORWARD), (stage + stages, backward))
-            for unit in range(length(op))
+            for kind, lasts in ((stage, 1), (stage + stages, 1 + full))
+            for unit in range(lasts)
         ]
         assert len(taken) == len(set(taken))
 
@@ -63,29 +54,24 @@ def test_repetitions_of_a_pattern_never_meet(made: tuple[Placement, PeriodicPatt
 @settings(deadline=None, max_examples=150)
 @given(patterns())
 def test_every_action_of_a_pattern_starts_after_its_prerequisites(
-    made: tuple[Placement, PeriodicPattern, Op],
+    made: tuple[Placement, PeriodicPattern, bool],
 ) -> None:
-    placement, pattern, backward = made
+    placement, pattern, full = made
     stages = placement.num_stages
     chain = [*range(stages), *range(2 * stages - 1, stages - 1, -1)]
     for before, after in pairwise(chain):
-        lasts = length(Op.FORWARD if before < stages else backward)
+        lasts = 1 if before < stages else 1 + full
         assert pattern.starts[after] >= pattern.starts[before] + lasts
 
 
-def program_of(placement: Placement, microbatches: int, ranks: object) -> Program:
-    return Program(
-        name="scheduled",
-        placement=placement,
-        num_microbatches=microbatches,
-        ranks=ranks,  # type: ignore[arg-type]
-    )
+def text_of(scheduled: Scheduled, rank: int) -> str:
+    return " ".join(map(str, actions_of(linear(2), scheduled.order, microbatches=3)[rank]))
 
 
-def own_peak(order: list[Action]) -> int:
+def own_peak(order: list[int], stages: int) -> int:
     held = peak = 0
-    for act in order:
-        held += 1 if act.op is Op.FORWARD else -1
+    for kind in order:
+        held += 1 if kind < stages else -1
         peak = max(peak, held)
     return peak
 
@@ -102,20 +88,25 @@ COST = st.sampled_from([0.5, 1.0, 2.0, 3.0])
     costs=st.tuples(COST, COST, COST),
 )
 def test_scheduled_orders_are_valid_stay_in_the_limit_and_take_the_time_that_is_said(
-    made: tuple[Placement, PeriodicPattern, Op],
+    made: tuple[Placement, PeriodicPattern, bool],
     microbatches: int,
     more: int,
     spare: int | None,
     costs: tuple[float, float, float],
 ) -> None:
-    placement, pattern, backward = made
-    orders = pattern.orders(placement, microbatches=microbatches, backward=backward)
-    limit = max(map(own_peak, orders)) + more
+    placement, pattern, full = made
+    orders = pattern.orders(placement, microbatches=microbatches)
+    limit = max(own_peak(order, placement.num_stages) for order in orders) + more
     forward, input_grad, weight_grad = ((cost,) * placement.num_stages for cost in costs)
     scheduled = list_schedule(
-        placement, orders, limit=limit, spare=spare, costs=(forward, input_grad, weight_grad)
+        placement,
+        orders,
+        limit=limit,
+        full=full,
+        spare=spare,
+        costs=(forward, input_grad, weight_grad),
     )
-    program = program_of(placement, microbatches, scheduled.ranks)
+    program = program_of("scheduled", placement, microbatches, scheduled.order, full=full)
     check(program)
     assert max(peak_in_flight(program)) <= limit
     result = simulate(
@@ -127,34 +118,29 @@ def test_scheduled_orders_are_valid_stay_in_the_limit_and_take_the_time_that_is_
 
 
 def test_idle_time_is_filled_by_forwards_of_later_then_by_weight_gradients() -> None:
-    orders = [
-        [action(0, op, mb) for mb in range(3) for op in (Op.FORWARD, Op.INPUT_GRAD)],
-        [action(1, op, mb) for mb in range(3) for op in (Op.FORWARD, Op.INPUT_GRAD)],
-    ]
+    orders = [[0, 2] * 3, [1, 3] * 3]
     strict = list_schedule(linear(2), orders, limit=3)
-    assert " ".join(map(str, strict.ranks[0])) == "0F0 0I0 0F1 0W0 0I1 0F2 0W1 0I2 0W2"
+    assert text_of(strict, 0) == "0F0 0I0 0F1 0W0 0I1 0F2 0W1 0I2 0W2"
     filled = list_schedule(linear(2), orders, limit=3, spare=0)
-    assert " ".join(map(str, filled.ranks[0])) == "0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2"
+    assert text_of(filled, 0) == "0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2"
     assert filled.makespan < strict.makespan
     # With room for two alone, the third forward comes when a weight gradient has made some.
     tight = list_schedule(linear(2), orders, limit=2, spare=0)
-    assert " ".join(map(str, tight.ranks[0])).startswith("0F0 0F1 0I0 0W0")
-    assert peak_in_flight(program_of(linear(2), 3, tight.ranks)) == (2, 2)
+    assert text_of(tight, 0).startswith("0F0 0F1 0I0 0W0")
+    assert peak_in_flight(program_of("scheduled", linear(2), 3, tight.order)) == (2, 2)
 
 
 def test_late_messages_are_waited_for() -> None:
     """A weight gradient that takes longer than the wait would delay what others wait for."""
-    orders = [[action(0, op, mb) for mb in (0, 1) for op in (Op.FORWARD, Op.INPUT_GRAD)]]
-    orders.append([action(1, op, mb) for mb in (0, 1) for op in (Op.FORWARD, Op.INPUT_GRAD)])
+    orders = [[0, 2] * 2, [1, 3] * 2]
     costs = ((1.0, 1.0), (1.0, 1.0), (9.0, 1.0))
     scheduled = list_schedule(linear(2), orders, limit=2, spare=0, costs=costs)
-    assert " ".join(map(str, scheduled.ranks[0])) == "0F0 0F1 0I0 0I1 0W0 0W1"
+    assert text_of(scheduled, 0) == "0F0 0F1 0I0 0I1 0W0 0W1"
 
 
 def test_a_limit_that_can_not_be_kept_is_refused() -> None:
-    order = [action(0, Op.FORWARD, 0), action(0, Op.FORWARD, 1)]
-    with pytest.raises(ScheduleError, match=r"rank 0 can't go on to 0F1 within 1 activations"):
-        list_schedule(linear(1), [order], limit=1)
+    with pytest.raises(ScheduleError, match="rank 0 can't follow its order within 1 activations"):
+        list_schedule(linear(1), [[0, 0]], limit=1)
 
 
 def test_a_period_that_is_too_short_is_refused() -> None:

@@ -30,7 +30,7 @@ def test_tries_that_can_not_win_are_left_and_the_same_one_wins(
 
     monkeypatch.setattr(zb_capped, "list_schedule", noted)
     quick = [builder(**size) for size in sizes]
-    num_whole = sum(len(each.ranks) > 0 for each in played)
+    num_whole = sum(len(each.order) > 0 for each in played)
     played.clear()
     monkeypatch.setattr(zb_capped, "list_schedule", to_the_end)
     monkeypatch.setattr(zb_capped, "_least", lambda *_: (0.0, 0.0))

@@ -12,6 +12,7 @@ in order, a send also waits for all receives posted earlier on the same channel 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action
@@ -63,34 +64,38 @@ def _earlier_receives(program: IndexedProgram) -> dict[int, tuple[int, ...]]:
     """For each send, the message of the last receive before it on the same pair of ranks."""
     transfers, width = program.index.transfers(), program.index.num_microbatches
     found: dict[int, tuple[int, ...]] = {}
-    for queue in program.queues:
-        awaited: dict[int, int] = {}
-        for number in queue:
-            transfer = transfers[number // width] if number >= 0 else None
-            if transfer is not None:
-                peer, offset, is_send = transfer
-                if not is_send:
-                    awaited[peer] = number + offset
-                elif peer in awaited:
-                    found[number] = (awaited[peer],)
+    # By rank and peer, the message of the last receive.
+    awaited: dict[tuple[int, int], int] = {}
+    for number in filter((0).__le__, chain(*program.queues)):
+        transfer = transfers[number // width]
+        if transfer is not None:
+            pair = transfer.rank, transfer.peer
+            if not transfer.is_send:
+                awaited[pair] = number + transfer.offset
+            elif pair in awaited:
+                found[number] = (awaited[pair],)
     return found
 
 
 def message_orders(program: IndexedProgram) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
     """By directed pair of ranks (from, to), the ids of its receives: by sends, and by posting."""
-    transfers, width = program.index.transfers(), program.index.num_microbatches
     orders: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-    for rank, queue in enumerate(program.queues):
-        for number in queue:
-            transfer = transfers[number // width] if number >= 0 else None
-            if transfer is not None:
-                peer, offset, is_send = transfer
-                pair = (rank, peer) if is_send else (peer, rank)
-                sent, posted = orders.setdefault(pair, ([], []))
-                if is_send:
-                    sent.append(number + offset)
-                else:
-                    posted.append(number)
+    # By row: the list that a transfer belongs to, and the offset to the receive.
+    lists: list[tuple[list[int], int] | None] = []
+    for transfer in program.index.transfers():
+        if transfer is None:
+            lists.append(None)
+        elif transfer.is_send:
+            sent, _ = orders.setdefault((transfer.rank, transfer.peer), ([], []))
+            lists.append((sent, transfer.offset))
+        else:
+            _, posted = orders.setdefault((transfer.peer, transfer.rank), ([], []))
+            lists.append((posted, 0))
+    width = program.index.num_microbatches
+    for number in chain(*program.queues):
+        entry = lists[number // width] if number >= 0 else None
+        if entry is not None:
+            entry[0].append(number + entry[1])
     return orders
 
 
@@ -122,7 +127,7 @@ def acknowledgements(program: Program, rank: int) -> dict[Action, int]:
     index, width = indexed.index, program.num_microbatches
     ops = [op for op, _ in index.rows()]
     # By row: the receiving rank of a send, and the offsets of the sends that an action waits for.
-    target = [t[0] if t is not None and t[2] else None for t in index.transfers()]
+    target = [t.peer if t is not None and t.is_send else None for t in index.transfers()]
     awaited = [
         [offset for offset in offsets if ops[(row * width + offset) // width] in SENDS]
         for row, offsets in enumerate(index.blocking())

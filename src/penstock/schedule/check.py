@@ -32,7 +32,7 @@ from penstock.schedule.channels import (
     blocking_replay,
     message_orders,
 )
-from penstock.schedule.index import ActionIndex, IndexedProgram, fault_of, index_program
+from penstock.schedule.index import ActionIndex, IndexedProgram, faults, index_program
 from penstock.schedule.messages import Problem, number_of
 from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
 from penstock.schedule.replay import DependencyReplay
@@ -119,12 +119,7 @@ def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, .
     try:
         indexed = index_program(program)
     except ScheduleError:
-        return tuple(
-            _at(program, (rank, number), fault)
-            for rank, steps in enumerate(program.ranks)
-            for number, step in enumerate(steps)
-            if (fault := fault_of(step, rank, program)) is not None
-        )
+        return tuple(faults(program))
     index = indexed.index
     seen, repeated = _tally(indexed)
     expected = _expected(index, seen)

@@ -11,14 +11,14 @@ is ``~i``, a negative number, for pair i of the program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Action, Op, Step, action
-from penstock.schedule.messages import runs_of
+from penstock.schedule.messages import Problem, runs_of
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.rules import (
@@ -34,7 +34,7 @@ from penstock.schedule.rules import (
     required,
 )
 
-__all__ = ["ActionIndex", "IndexedProgram", "Offsets", "fault_of", "index_program"]
+__all__ = ["ActionIndex", "IndexedProgram", "Offsets", "Transfer", "faults", "index_program"]
 
 Offsets: TypeAlias = list[tuple[int, ...]]
 """By row, offsets from the id of an action to related ids."""
@@ -45,6 +45,15 @@ _RECEIVE_OF = {send: receive for receive, send in SEND_OF.items()}
 # Offset from the stage of a transfer to the stage at its other end.
 _TO_PEER = {receive: offset for (_, offset), receive in RECEIVE_FOR.items()}
 _TO_PEER |= {SEND_OF[receive]: -offset for receive, offset in _TO_PEER.items()}
+
+
+class Transfer(NamedTuple):
+    """A row of transfers: its rank and its peer's, and the offset to the peer's id."""
+
+    rank: int
+    peer: int
+    offset: int
+    is_send: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +115,9 @@ class ActionIndex:
 
     def passing(self) -> bytes:
         """For each id in one op's section, 1 if the microbatch passes the stage."""
-        placement, size = self.placement, self.num_microbatches
-        rows = (
-            bytes(placement.passes(microbatch, entry) for microbatch in range(size))
-            for entry in placement.entries
-        )
-        return b"".join(row * placement.num_model_stages for row in rows)
+        size, placement = self.num_microbatches, self.placement
+        rows = (placement.passing(stage, size) for stage in range(placement.num_stages))
+        return b"".join(bytes(number in row for number in range(size)) for row in rows)
 
     def offset(self, op: Op, stage: int, to: tuple[Op, int]) -> int:
         """The offset from an action of one row to the same microbatch in another row."""
@@ -130,16 +136,16 @@ class ActionIndex:
             return None
         return SEND_OF.get(op) or _RECEIVE_OF[op], other
 
-    def transfers(self) -> list[tuple[int, int, bool] | None]:
-        """By row of transfers: the peer's rank, the offset to the peer's id, and True for sends."""
-        found: list[tuple[int, int, bool] | None] = []
+    def transfers(self) -> list[Transfer | None]:
+        """By row, its transfer; None for other rows."""
+        rank_of, found = self.placement.rank_of, list[Transfer | None]()
         for op, stage in self.rows():
-            peer = self.peer(op, stage)
-            if peer is None:
-                found.append(None)
-            else:
-                rank = self.placement.rank_of(peer[1])
-                found.append((rank, self.offset(op, stage, peer), op in SENDS))
+            to = self.peer(op, stage)
+            transfer = None
+            if to is not None:
+                offset = self.offset(op, stage, to)
+                transfer = Transfer(rank_of(stage), rank_of(to[1]), offset, op in SENDS)
+            found.append(transfer)
         return found
 
     def _offsets(self, related: Callable[[Op, int], Iterable[tuple[Op, int]]]) -> Offsets:
@@ -191,12 +197,13 @@ class ActionIndex:
 
     def receives(self) -> Offsets:
         """The receives, on an action's own rank, of its inputs."""
-
-        def inputs(op: Op, stage: int) -> list[tuple[Op, int]]:
-            needed = required(op, stage, self.placement, transfers=True)
-            return [each for each in needed if each[0] in SEND_OF]
-
-        return self._offsets(inputs)
+        return self._offsets(
+            lambda op, stage: [
+                each
+                for each in required(op, stage, self.placement, transfers=True)
+                if each[0] in SEND_OF
+            ]
+        )
 
     def sends(self) -> list[list[tuple[int, int, int]]]:
         """By row, for each send of an action's outputs: its offset, the offset of its receive, and
@@ -240,7 +247,7 @@ def index_program(program: Program) -> IndexedProgram:
     """Encode a program, right or wrong in its order, as ids.
 
     Raises:
-        ScheduleError: an action is invalid at any position on its rank (see ``fault_of``).
+        ScheduleError: an action is invalid at any position on its rank (see ``faults``).
     """
     index = ActionIndex(
         placement=program.placement,
@@ -248,38 +255,46 @@ def index_program(program: Program) -> IndexedProgram:
         num_splits=program.num_splits,
     )
     overlapped: list[tuple[int, ...]] = []
-    queues = [_index_rank(program, rank, index, overlapped) for rank in range(program.num_ranks)]
+    queues = []
+    for rank, steps in enumerate(program.ranks):
+        queue = _index_rank(steps, program.placement.stages_of(rank), index, overlapped)
+        if queue is None:
+            fault = next(each for each in faults(program) if each.rank == rank)
+            raise ScheduleError(fault.message, where=Where(rank=rank, action=fault.action))
+        queues.append(queue)
     return IndexedProgram(index=index, queues=queues, overlapped=overlapped)
 
 
 def _index_rank(
-    program: Program, rank: int, index: ActionIndex, overlapped: list[tuple[int, ...]]
-) -> list[int]:
-    # The first id of each op and stage on this rank: a failed lookup finds a faulty action faster
-    # than a check of every field.
-    stages = program.placement.stages_of(rank)
-    starts = {op: {s: index.id(op, s) for s in stages} for op in Op}
-    each = {op: {} if op in WHOLE_STAGE else starts[op] for op in Op}
-    whole = {op: starts[op] if op in WHOLE_STAGE else {} for op in Op}
-    num_microbatches, ways = program.num_microbatches, program.placement.num_directions
-    direction = {s: program.placement.direction_of(s) for s in stages}
-    steps = program.ranks[rank]
+    steps: tuple[Step, ...],
+    stages: Sequence[int],
+    index: ActionIndex,
+    overlapped: list[tuple[int, ...]],
+) -> list[int] | None:
+    """The ids of a rank's steps, of which pairs go to ``overlapped``; None if one is invalid."""
+    # By op and stage, the first id and the valid microbatches.
+    rows: dict[Op, dict[int, tuple[int, Sequence[int | None]]]] = {
+        op: {
+            stage: (
+                index.id(op, stage),
+                (None,)
+                if op in WHOLE_STAGE
+                else index.placement.passing(stage, index.num_microbatches),
+            )
+            for stage in stages
+        }
+        for op in Op
+    }
     acts = [step for step in steps if isinstance(step, Action)]
     paired = len(acts) < len(steps)
     if paired:
         acts = [act for step in steps for act in step.parts]
     numbers: list[int] = []
     for act in acts:
-        microbatch, start = act.microbatch, None
-        if microbatch is None:
-            start, microbatch = whole[act.op].get(act.stage), 0
-        elif 0 <= microbatch < num_microbatches:
-            start = each[act.op].get(act.stage)
-            if ways > 1 and microbatch % ways != direction.get(act.stage):
-                start = None
-        if start is None:
-            raise _first_fault(program, rank)
-        numbers.append(start + microbatch)
+        row, microbatch = rows[act.op].get(act.stage), act.microbatch
+        if row is None or microbatch not in row[1]:
+            return None
+        numbers.append(row[0] + (microbatch or 0))
     if not paired:
         return numbers
     queue, following = [], iter(numbers)
@@ -290,20 +305,21 @@ def _index_rank(
             queue.append(~len(overlapped))
             overlapped.append(tuple(islice(following, len(step.parts))))
         else:
-            raise _first_fault(program, rank)
+            return None
     return queue
 
 
-def _first_fault(program: Program, rank: int) -> ScheduleError:
-    faults = ((step, fault_of(step, rank, program)) for step in program.ranks[rank])
-    step, fault = next(each for each in faults if each[1] is not None)
-    return ScheduleError(str(fault), where=Where(rank=rank, action=str(step)))
+def faults(program: Program) -> Iterator[Problem]:
+    """The steps that are invalid at any position on their rank."""
+    for rank, steps in enumerate(program.ranks):
+        for number, step in enumerate(steps):
+            message = _fault_of(step, rank, program)
+            if message is not None:
+                yield Problem(rank=rank, step=number, action=str(step), message=message)
 
 
-def fault_of(step: Step, rank: int, program: Program) -> str | None:
-    """The fault that makes a step invalid at any position on its rank, in words; None if valid."""
-    placement = program.placement
-    stages = placement.stages_of(rank)
+def _fault_of(step: Step, rank: int, program: Program) -> str | None:
+    stages = program.placement.stages_of(rank)
     if not isinstance(step, Action):
         others = ", ".join(str(a) for a in step.parts if a.op not in COMPUTE)
         if others or not step.parts:
@@ -317,8 +333,7 @@ def fault_of(step: Step, rank: int, program: Program) -> str | None:
             continue
         if act.microbatch is None:
             return f"{act.op.value} takes a microbatch, as in {act.stage}{act.op.value}0"
-        first, step_size = placement.direction_of(act.stage), placement.num_directions
-        passing = range(first, program.num_microbatches, step_size)
+        passing = program.placement.passing(act.stage, program.num_microbatches)
         if act.microbatch not in passing:
             return (
                 f"microbatch {act.microbatch} is not among the microbatches of stage {act.stage}: "

@@ -2,20 +2,19 @@
 
 Whenever a rank is free, a policy chooses one of its ready actions, or lets it wait.
 ``ListScheduler`` tracks times and readiness; a ``Policy`` adds all other criteria, such as memory
-or priorities. The policies are ``list_schedule`` below, the slots of Chimera and the search.
-Actions are counted by kind, an op and a stage:
+or priorities. Actions are counted by kind, an op and a stage:
 
     kind     number of the op in (F, I, W) · stages + stage
 
-Microbatches are interchangeable, so each kind runs them in index order without loss of generality.
-With full backwards, I stands for the full backward, and W is not run. Ties in time go to the lower
-rank, so an order is the same on every machine.
+Microbatches are interchangeable, so each kind runs them in index order without loss of generality,
+and the kinds of each rank are an order. With full backwards, I stands for the full backward, and W
+is not run. Ties in time go to the lower rank, so an order is the same on every machine.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -33,6 +32,7 @@ __all__ = [
     "PerStage",
     "Policy",
     "Scheduled",
+    "actions_of",
     "kind_needs",
     "list_schedule",
 ]
@@ -62,6 +62,33 @@ def kind_needs(
         for op in KIND_OPS
         for stage in range(stages)
     )
+
+
+def actions_of(
+    placement: Placement,
+    orders: Iterable[Sequence[int]],
+    *,
+    microbatches: int,
+    full: bool = False,
+) -> tuple[tuple[Action, ...], ...]:
+    """For each rank, the actions of its kinds; microbatches beyond ``microbatches``, and with
+    ``full`` backwards weight gradients, are left out.
+
+    Example:
+        >>> from penstock.schedule.placement import linear
+        >>> [str(each) for each in actions_of(linear(1), [[0, 0, 1, 2, 1]], microbatches=2)[0]]
+        ['0F0', '0F1', '0I0', '0W0', '0I1']
+    """
+    ops = (Op.FORWARD, Op.FULL_BACKWARD) if full else KIND_OPS
+    ranks = []
+    for kinds in orders:
+        rows: dict[int, Iterator[Action]] = {}
+        for kind in set(kinds):
+            number, stage = divmod(kind, placement.num_stages)
+            passing = placement.passing(stage, microbatches) if number < len(ops) else ()
+            rows[kind] = iter([action(stage, ops[number], microbatch) for microbatch in passing])
+        ranks.append(tuple(act for kind in kinds if (act := next(rows[kind], None)) is not None))
+    return tuple(ranks)
 
 
 class Policy(Protocol):
@@ -175,21 +202,22 @@ class Scheduled:
     """A scheduled order and its times.
 
     Args:
-        ranks: for each rank, its actions in order.
+        order: for each rank, its kinds in order.
         makespan: the time from the first start to the last end.
         span: the longest time from a rank's first start to its last end.
     """
 
-    ranks: tuple[tuple[Action, ...], ...]
+    order: Sequence[Sequence[int]]
     makespan: float
     span: float
 
 
 def list_schedule(
     placement: Placement,
-    orders: Sequence[Sequence[Action]],
+    orders: Sequence[Sequence[int]],
     *,
     limit: int,
+    full: bool = False,
     spare: int | None = None,
     overtake: bool = False,
     costs: tuple[PerStage, PerStage, PerStage] | None = None,
@@ -208,15 +236,15 @@ def list_schedule(
 
     Args:
         placement: the rank of every stage.
-        orders: for each rank its forwards and its input gradients or full backwards, for each
-            stage in the order of the microbatches. Weight gradients are added.
+        orders: for each rank its kinds, without weight gradients, which are added.
         limit: the most activations that a rank may hold.
+        full: True for full backwards, without weight gradients.
         spare: the number of activations that a forward run out of order must leave free, unless it
             is on its rank's last stage; None to run no forward out of order.
         overtake: if True, backwards may run out of order too, so that an order that needs more
             memory than allowed still completes.
         costs: of forwards, input gradients and weight gradients, per stage; 1 each by default.
-        within: a makespan at which to give up, with no actions and an infinite makespan.
+        within: a makespan at which to give up, with no order and an infinite makespan.
 
     Raises:
         ScheduleError: the orders don't fit within the limit.
@@ -225,66 +253,52 @@ def list_schedule(
 
     Example:
         >>> from penstock.schedule.placement import linear
-        >>> order = [action(0, op, mb) for mb in (0, 1) for op in (Op.FORWARD, Op.INPUT_GRAD)]
-        >>> found = list_schedule(linear(1), [order], limit=2)
-        >>> " ".join(map(str, found.ranks[0])), found.makespan
-        ('0F0 0I0 0F1 0I1 0W0 0W1', 6.0)
+        >>> found = list_schedule(linear(1), [[0, 1, 0, 1]], limit=2)
+        >>> found.order, found.makespan
+        ([[0, 1, 0, 1, 2, 2]], 6.0)
     """
     stages = placement.num_stages
-    full = any(act.op is Op.FULL_BACKWARD for order in orders for act in order)
     forward, input_grad, weight_grad = costs or ((1.0,) * stages,) * 3
     backward = [i + w for i, w in zip(input_grad, weight_grad, strict=True)] if full else input_grad
     durations = (*forward, *backward, *weight_grad)
-    totals = [0] * (3 * stages)
-    ranks = []
-    for rank, order in enumerate(orders):
-        queue = [act.stage + (0 if act.op is Op.FORWARD else stages) for act in order]
-        weights = [] if full else [kind + stages for kind in queue if kind >= stages]
-        for kind in (*queue, *weights):
-            totals[kind] += 1
-        rest = sum(durations[kind] for kind in queue) + sum(durations[kind] for kind in weights)
-        ranks.append(_OrderOfRank(queue, placement.stages_of(rank)[-1], stages, rest))
+    totals = Counter(kind for kinds in orders for kind in kinds)
+    if not full:
+        totals += Counter({kind + stages: totals[kind] for kind in totals if kind >= stages})
     scheduler = ListScheduler(
         ranks=placement.stage_ranks * 3,
         needs=kind_needs(placement),
         durations=durations,
-        totals=totals,
+        totals=[totals[kind] for kind in range(3 * stages)],
     )
+    ranks = []
+    for rank, queue in enumerate(orders):
+        weights = [] if full else [kind + stages for kind in queue if kind >= stages]
+        rest = sum(durations[kind] for kind in queue) + sum(durations[kind] for kind in weights)
+        ranks.append(_RankOrder(queue, placement.stages_of(rank)[-1], stages, rest))
     # A tolerance, since sums of times depend on their order.
     within *= 1 + 1e-9
-    policy = _InOrder(scheduler, ranks, durations, stages, full, limit, spare, overtake, within)
-    scheduler.run(policy)
+    scheduler.run(
+        _InOrder(scheduler, ranks, durations, stages, full, limit, spare, overtake, within)
+    )
     if scheduler.stop:
-        return Scheduled(ranks=(), makespan=inf, span=inf)
-    for number, mine in enumerate(ranks):
+        return Scheduled(order=(), makespan=inf, span=inf)
+    for rank, mine in enumerate(ranks):
         if mine.next < len(mine.queue):
             raise ScheduleError(
-                f"rank {number} can't go on to {orders[number][mine.next]} within {limit} "
-                "activations; give it more, or another order"
+                f"rank {rank} can't follow its order within {limit} activations; give it more, or "
+                "another order"
             )
-    ops = (Op.FORWARD, Op.FULL_BACKWARD if full else Op.INPUT_GRAD, Op.WEIGHT_GRAD)
     return Scheduled(
-        ranks=tuple(_actions(kinds, ops, stages) for kinds in scheduler.order),
+        order=scheduler.order,
         makespan=max(scheduler.free),
         span=max(end - mine.began for end, mine in zip(scheduler.free, ranks, strict=True)),
     )
 
 
-def _actions(kinds: Sequence[int], ops: Sequence[Op], stages: int) -> tuple[Action, ...]:
-    """The actions of a rank's kinds, each with the next microbatch of its kind."""
-    done = [0] * (3 * stages)
-    found = []
-    for kind in kinds:
-        number, stage = divmod(kind, stages)
-        found.append(action(stage, ops[number], done[kind]))
-        done[kind] += 1
-    return tuple(found)
-
-
-class _OrderOfRank:
+class _RankOrder:
     """The order of one rank, with its remaining actions."""
 
-    def __init__(self, queue: list[int], last_stage: int, stages: int, rest: float) -> None:
+    def __init__(self, queue: Sequence[int], last_stage: int, stages: int, rest: float) -> None:
         self.queue, self.last_stage = queue, last_stage
         # The first remaining position of the order.
         self.next = 0
@@ -295,7 +309,7 @@ class _OrderOfRank:
         self.places: dict[int, list[int]] = {}
         for place in reversed(range(len(queue))):
             self.places.setdefault(queue[place], []).append(place)
-        # Stages with input gradients whose weight gradients are pending, oldest first.
+        # Weight gradients whose input gradients are done, oldest first.
         self.waiting: deque[int] = deque()
         self.num_held = 0
         self.began = inf
@@ -315,12 +329,12 @@ class _OrderOfRank:
             self.next += 1
 
 
-@dataclass
+@dataclass(slots=True)
 class _InOrder:
     """The policy of ``list_schedule``: follow the order, fill idle time."""
 
     scheduler: ListScheduler
-    ranks: Sequence[_OrderOfRank]
+    ranks: Sequence[_RankOrder]
     durations: Sequence[float]
     stages: int
     full: bool
@@ -332,7 +346,7 @@ class _InOrder:
     def choose(self, rank: int, now: float, *, last: bool) -> tuple[int | None, float]:
         """The best kind to run now; None to wait."""
         mine, durations = self.ranks[rank], self.durations
-        weight = mine.waiting[0] + 2 * self.stages if mine.waiting else None
+        weight = mine.waiting[0] if mine.waiting else None
         if mine.next == len(mine.queue):
             return weight, inf
         head, all_ready = mine.queue[mine.next], self.scheduler.ready
@@ -343,18 +357,17 @@ class _InOrder:
         if ready == inf and not last:
             # Another rank may start the awaited action at this very time.
             return None, now
-        if self.spare is not None or self.overtake:
-            kind = self._ahead(mine, now)
+        for kind in (self._ahead(mine, now), weight):
             # A result that is about to arrive is worth waiting for.
             if kind is not None and (is_full or ready - now >= durations[kind]):
                 return kind, inf
-        if weight is not None and (is_full or ready - now >= durations[weight]):
-            return weight, inf
         soon = (all_ready[kind] for kind, places in mine.places.items() if places)
         return None, min((each for each in soon if each > now), default=inf)
 
-    def _ahead(self, mine: _OrderOfRank, now: float) -> int | None:
+    def _ahead(self, mine: _RankOrder, now: float) -> int | None:
         """The kind of the first later action that may run out of order now."""
+        if self.spare is None and not self.overtake:
+            return None
         found, chosen = len(mine.queue), None
         for kind, places in mine.places.items():
             if not places or not mine.next < places[-1] < found:
@@ -377,15 +390,14 @@ class _InOrder:
         mine = self.ranks[rank]
         if kind >= 2 * self.stages:
             mine.waiting.popleft()
-            mine.num_held -= 1
         else:
             mine.take(kind)
-            if kind < self.stages:
-                mine.num_held += 1
-            elif self.full:
-                mine.num_held -= 1
-            else:
-                mine.waiting.append(kind - self.stages)
+            if kind >= self.stages and not self.full:
+                mine.waiting.append(kind + self.stages)
+        if kind < self.stages:
+            mine.num_held += 1
+        elif self.full or kind >= 2 * self.stages:
+            mine.num_held -= 1
         mine.began = min(mine.began, now)
         mine.rest -= end - now
         if end + mine.rest > self.within:

@@ -94,6 +94,10 @@ class Placement:
         """True if ``microbatch`` passes ``stage``."""
         return microbatch % self.num_directions == self.direction_of(stage)
 
+    def passing(self, stage: int, microbatches: int) -> range:
+        """The microbatches that pass ``stage``, of so many in all."""
+        return range(self.direction_of(stage), microbatches, self.num_directions)
+
     def neighbour(self, stage: int, offset: int) -> int | None:
         """The stage ``offset`` further on in the same copy of the model; None past its ends.
 

@@ -36,8 +36,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.schedule.action import Op
-from penstock.schedule.families.common import chunks, even_groups, looped_order, program_of
+from penstock.schedule.families.common import even_groups, looped_order, program_of
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
 
@@ -51,21 +50,18 @@ def gpipe(*, ranks: int, microbatches: int) -> Program:
 
 def looped_bfs(*, ranks: int, microbatches: int, virtual: int) -> Program:
     """GPipe over stages that go round the ranks several times."""
-    order = looped_order(virtual=virtual, groups=(microbatches,))
-    backward = [(virtual - 1 - loop, microbatch) for loop, microbatch in order]
     placement = looped(ranks, virtual)
-    steps = (
-        chunks(Op.FORWARD, order, stages=placement.stages_of(rank))
-        + chunks(Op.FULL_BACKWARD, backward, stages=placement.stages_of(rank))
-        for rank in range(ranks)
-    )
-    return program_of("looped-bfs", placement, microbatches, steps)
+    orders = []
+    for rank in range(ranks):
+        stages = placement.stages_of(rank)
+        backwards = [stage + placement.num_stages for stage in reversed(stages)]
+        orders.append(looped_order([*stages, *backwards], (microbatches,)))
+    return program_of("looped-bfs", placement, microbatches, orders, full=True)
 
 
 def forward_only(*, ranks: int, microbatches: int, virtual: int) -> Program:
     """Forwards alone, as an evaluation runs them."""
     placement = looped(ranks, virtual)
     groups = even_groups(microbatches, ranks=ranks)
-    order = looped_order(virtual=virtual, groups=groups)
-    steps = (chunks(Op.FORWARD, order, stages=placement.stages_of(rank)) for rank in range(ranks))
-    return program_of("forward-only", placement, microbatches, steps)
+    orders = (looped_order(placement.stages_of(rank), groups) for rank in range(ranks))
+    return program_of("forward-only", placement, microbatches, orders)

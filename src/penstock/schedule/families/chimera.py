@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from math import inf
 
-from penstock.schedule.action import Action, Op, action
 from penstock.schedule.families.common import program_of
 from penstock.schedule.list_schedule import ListScheduler, kind_needs
 from penstock.schedule.placement import Placement, bidirectional
@@ -40,18 +39,16 @@ def nearest(ranks: int, microbatches: int) -> tuple[int, int]:
 def chimera(*, ranks: int, microbatches: int) -> Program:
     """Two 1F1B pipelines in opposite directions, each in the other's bubbles."""
     placement = bidirectional(ranks)
-    stages, ways = placement.num_stages, placement.num_directions
-    totals = [-(-(microbatches - placement.direction_of(s)) // ways) for s in range(stages)]
+    stages = placement.num_stages
+    totals = [len(placement.passing(stage, microbatches)) for stage in range(stages)]
     scheduler = ListScheduler(
         ranks=placement.stage_ranks * 3,
         needs=kind_needs(placement),
         durations=[1.0] * (3 * stages),
-        # Backwards are full: they are encoded as input gradients, without weight gradients.
         totals=[*totals, *totals, *[0] * stages],
     )
-    policy = _Slots(scheduler, placement)
-    scheduler.run(policy)
-    return program_of("chimera", placement, microbatches, policy.steps)
+    scheduler.run(_Slots(scheduler, placement))
+    return program_of("chimera", placement, microbatches, scheduler.order, full=True)
 
 
 class _Slots:
@@ -59,7 +56,6 @@ class _Slots:
 
     def __init__(self, scheduler: ListScheduler, placement: Placement) -> None:
         self._scheduler, self._placement = scheduler, placement
-        self.steps: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
 
     def choose(self, rank: int, now: float, *, last: bool) -> tuple[int | None, float]:
         """The kind for this slot of a rank; None leaves the slot empty."""
@@ -83,9 +79,4 @@ class _Slots:
         return held < min(half, placement.num_ranks - place)
 
     def started(self, kind: int, rank: int, now: float, end: float) -> None:
-        """Record the action."""
-        backward, stage = divmod(kind, self._placement.num_stages)
-        op = Op.FULL_BACKWARD if backward else Op.FORWARD
-        count = len(self._scheduler.ends[kind]) - 1
-        microbatch = self._placement.num_directions * count + self._placement.direction_of(stage)
-        self.steps[rank].append(action(stage, op, microbatch))
+        """Nothing to record."""

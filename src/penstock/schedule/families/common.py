@@ -1,4 +1,7 @@
-"""Shared parts of the builders: orders of forwards and backwards, and their alternation."""
+"""Shared parts of the builders: orders of forwards and backwards, and their alternation.
+
+An order of a rank is a list of kinds, numbered as ``penstock.schedule.list_schedule`` does.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from penstock.schedule.action import Action, Op, Overlap, Step, action
+from penstock.schedule.list_schedule import actions_of
 from penstock.schedule.placement import Placement, v_shape
 from penstock.schedule.program import Program
 
 __all__ = [
-    "Chunk",
     "Phases",
     "alternate",
     "alternating",
-    "chunks",
     "even_groups",
-    "first_microbatches",
     "looped_order",
     "phased",
     "phased_v",
     "program_of",
 ]
-
-Chunk: TypeAlias = tuple[int, int]
-"""A loop (the index of a stage on its rank) and a microbatch."""
 
 Phases: TypeAlias = Sequence[tuple[int, str]]
 """Repeat counts (below 1 for none) and patterns: ops with their loop, such as ``F0``; ``F0+B1`` for
@@ -34,43 +32,24 @@ none yet."""
 
 
 def program_of(
-    name: str, placement: Placement, microbatches: int, ranks: Iterable[Iterable[Step]]
+    name: str,
+    placement: Placement,
+    microbatches: int,
+    orders: Iterable[Sequence[int]],
+    *,
+    full: bool = False,
 ) -> Program:
-    """Build the program of these steps."""
-    steps = tuple(map(tuple, ranks))
-    return Program(name=name, placement=placement, num_microbatches=microbatches, ranks=steps)
+    """Build the program of these orders, with ``full`` or split backwards.
 
-
-def chunks(op: Op, order: Sequence[Chunk], *, stages: Sequence[int]) -> list[Action]:
-    """``op`` on each chunk in order, where ``stages`` are the rank's stages."""
-    return [action(stages[loop], op, microbatch) for loop, microbatch in order]
-
-
-def phased(phases: Phases, *, stages: Sequence[int]) -> list[Step]:
-    """The phases of a rank as steps, each op with its next microbatch."""
-    started: Counter[tuple[bool, int]] = Counter()
-    waiting: deque[Chunk] = deque()
-
-    def following(op: Op, loop: int) -> Action:
-        if op is Op.WEIGHT_GRAD:
-            loop, microbatch = waiting.popleft()
-        else:
-            microbatch = started[op is Op.FORWARD, loop]
-            started[op is Op.FORWARD, loop] += 1
-        if op is Op.INPUT_GRAD:
-            waiting.append((loop, microbatch))
-        return action(stages[loop], op, microbatch)
-
-    steps: list[Step] = []
-    for times, pattern in phases:
-        cells = [
-            [(Op(text[0]), int(text[1:] or 0)) for text in cell.split("+")]
-            for cell in pattern.split()
-        ]
-        for cell in cells * times:
-            parts = tuple(following(op, loop) for op, loop in cell)
-            steps.append(parts[0] if len(parts) == 1 else Overlap(parts=parts))
-    return steps
+    Microbatches beyond ``microbatches`` are left out: they depend on each other only through their
+    order, so what remains stays valid, and holds no more activations.
+    """
+    return Program(
+        name=name,
+        placement=placement,
+        num_microbatches=microbatches,
+        ranks=actions_of(placement, orders, microbatches=microbatches, full=full),
+    )
 
 
 def even_groups(microbatches: int, *, ranks: int, number: int | None = None) -> tuple[int, ...]:
@@ -84,21 +63,18 @@ def even_groups(microbatches: int, *, ranks: int, number: int | None = None) -> 
     return (size + 1,) * larger + (size,) * (number - larger)
 
 
-def looped_order(*, virtual: int, groups: Sequence[int]) -> list[Chunk]:
-    """Chunks group by group: each group goes through all loops before the next group starts."""
-    order, first = [], 0
-    for size in groups:
-        order += [(loop, first + place) for loop in range(virtual) for place in range(size)]
-        first += size
-    return order
+def looped_order(stages: Sequence[int], groups: Iterable[int]) -> list[int]:
+    """The stages of a rank, group by group: each group of microbatches passes all of them before
+    the next group starts."""
+    return [stage for size in groups for stage in stages for _ in range(size)]
 
 
-def alternate(forwards: list[Action], backwards: list[Action], *, warmup: int) -> list[Action]:
+def alternate(forwards: list[int], backwards: list[int], *, warmup: int) -> list[int]:
     """``warmup`` forwards, then one forward and one backward in turn, then the other backwards."""
-    steps = forwards[:warmup]
+    order = forwards[:warmup]
     for pair in zip(forwards[warmup:], backwards, strict=False):
-        steps += pair
-    return steps + backwards[max(0, len(forwards) - warmup) :]
+        order += pair
+    return order + backwards[max(0, len(forwards) - warmup) :]
 
 
 def alternating(
@@ -120,60 +96,79 @@ def alternating(
         behind: for each rank, the number of input gradients by which weight gradients lag; None for
             full backwards.
     """
-    virtual = placement.num_stages // placement.num_ranks
-    order = looped_order(virtual=virtual, groups=groups)
-    backward = [(virtual - 1 - loop, microbatch) for loop, microbatch in order]
-    op = Op.FULL_BACKWARD if behind is None else Op.INPUT_GRAD
-    ranks = []
+    orders = []
     for rank, warmup in enumerate(warmups):
         stages = placement.stages_of(rank)
-        forwards = chunks(Op.FORWARD, order, stages=stages)
-        steps = alternate(forwards, chunks(op, backward, stages=stages), warmup=warmup)
-        ranks.append(steps if behind is None else _with_weight_grads(steps, behind[rank]))
-    if sum(groups) == microbatches:
-        return program_of(name, placement, microbatches, ranks)
-    return first_microbatches(name, placement, microbatches, ranks)
+        backwards = [stage + placement.num_stages for stage in reversed(stages)]
+        order = alternate(
+            looped_order(stages, groups), looped_order(backwards, groups), warmup=warmup
+        )
+        if behind is not None:
+            order = _with_weight_grads(order, placement.num_stages, behind[rank])
+        orders.append(order)
+    return program_of(name, placement, microbatches, orders, full=behind is None)
 
 
-def _with_weight_grads(steps: list[Action], behind: int) -> list[Action]:
-    """``steps`` with a weight gradient after each input gradient but the first ``behind``."""
-    merged: list[Action] = []
-    waiting: deque[Action] = deque()
-    for step in steps:
-        merged.append(step)
-        if step.op is Op.INPUT_GRAD:
-            waiting.append(action(step.stage, Op.WEIGHT_GRAD, step.microbatch))
+def _with_weight_grads(order: list[int], stages: int, behind: int) -> list[int]:
+    """``order`` with a weight gradient after each input gradient but the first ``behind``."""
+    merged: list[int] = []
+    waiting: deque[int] = deque()
+    for kind in order:
+        merged.append(kind)
+        if kind >= stages:
+            waiting.append(kind + stages)
             if len(waiting) > behind:
                 merged.append(waiting.popleft())
     return [*merged, *waiting]
 
 
-def first_microbatches(
-    name: str, placement: Placement, microbatches: int, ranks: Iterable[Iterable[Step]]
-) -> Program:
-    """The program restricted to the first ``microbatches``.
+def phased(
+    phases: Phases, *, placement: Placement, stages: Sequence[int], microbatches: int
+) -> tuple[Step, ...]:
+    """The phases of a rank with these ``stages`` as steps, each op with its next microbatch.
 
-    Microbatches depend on each other only through their order. So the remaining order stays valid
-    when some are removed, and holds no more activations. An overlapped pair with one action left
-    becomes that action.
+    An overlapped pair with one action left within ``microbatches`` becomes that action.
     """
-    restricted = []
-    for steps in ranks:
-        kept: list[Step] = []
-        for step in steps:
-            parts = [part for part in step.parts if (part.microbatch or 0) < microbatches]
-            kept += [step] if len(parts) == len(step.parts) else parts
-        restricted.append(kept)
-    return program_of(name, placement, microbatches, restricted)
+    started: Counter[tuple[bool, int]] = Counter()
+    waiting: deque[Action] = deque()
+
+    def following(op: Op, loop: int) -> Action:
+        if op is Op.WEIGHT_GRAD:
+            return waiting.popleft()
+        stage, forward = stages[loop], op is Op.FORWARD
+        count = started[forward, stage]
+        started[forward, stage] += 1
+        microbatch = placement.num_directions * count + placement.direction_of(stage)
+        if op is Op.INPUT_GRAD:
+            waiting.append(action(stage, Op.WEIGHT_GRAD, microbatch))
+        return action(stage, op, microbatch)
+
+    steps: list[Step] = []
+    for times, pattern in phases:
+        cells = [
+            [(Op(text[0]), int(text[1:] or 0)) for text in cell.split("+")]
+            for cell in pattern.split()
+        ]
+        for cell in cells * times:
+            made = [following(op, loop) for op, loop in cell]
+            parts = tuple(act for act in made if (act.microbatch or 0) < microbatches)
+            steps += parts if len(parts) < 2 else [Overlap(parts=parts)]
+    return tuple(steps)
 
 
 def phased_v(name: str, ranks: int, microbatches: int, phases: Callable[..., Phases]) -> Program:
     """A program over a V from the phases of each rank, called with its position, ranks and
     microbatches."""
+    placement = v_shape(ranks)
     # Below 2P the phases would overlap, so take the first microbatches of a full V.
     full = max(microbatches, 2 * ranks)
-    steps = (
-        phased(phases(rank, ranks, full), stages=(rank, 2 * ranks - 1 - rank))
+    steps = tuple(
+        phased(
+            phases(rank, ranks, full),
+            placement=placement,
+            stages=placement.stages_of(rank),
+            microbatches=microbatches,
+        )
         for rank in range(ranks)
     )
-    return first_microbatches(name, v_shape(ranks), microbatches, steps)
+    return Program(name=name, placement=placement, num_microbatches=microbatches, ranks=steps)

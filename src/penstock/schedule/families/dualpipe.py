@@ -35,9 +35,8 @@ symmetry: DeepSeek-AI, "DualPipe and DualPipeV", 2025.
 
 from __future__ import annotations
 
-from penstock.schedule.action import Action, Overlap, Step, action
-from penstock.schedule.families.common import Phases, phased, phased_v, program_of
-from penstock.schedule.placement import Placement, bidirectional
+from penstock.schedule.families.common import Phases, phased, phased_v
+from penstock.schedule.placement import bidirectional
 from penstock.schedule.program import Program
 
 __all__ = ["dualpipe", "dualpipev", "nearest"]
@@ -59,25 +58,23 @@ def dualpipe(*, ranks: int, microbatches: int) -> Program:
     placement = bidirectional(ranks)
     programs = []
     for rank in range(ranks):
-        down, up = rank, 2 * ranks - 1 - rank
-        # The stage nearer to the entry of its copy is the upper arm of the V.
-        stages = (down, up) if rank < ranks // 2 else (up, down)
+        down, up = placement.stages_of(rank)
         place = min(rank, ranks - 1 - rank)
-        steps = phased(_phases(place, ranks // 2, microbatches // 2), stages=stages)
-        programs.append([_renumbered(step, placement) for step in steps])
-    return program_of("dualpipe", placement, microbatches, programs)
-
-
-def _renumbered(step: Step, placement: Placement) -> Step:
-    """Renumber a step from microbatches of its own copy to microbatches of both."""
-
-    def renumbered(act: Action) -> Action:
-        microbatch = placement.num_directions * (act.microbatch or 0)
-        return action(act.stage, act.op, microbatch + placement.direction_of(act.stage))
-
-    if isinstance(step, Overlap):
-        return Overlap(parts=tuple(map(renumbered, step.parts)))
-    return renumbered(step)
+        programs.append(
+            phased(
+                _phases(place, ranks // 2, microbatches // 2),
+                placement=placement,
+                # The stage nearer to the entry of its copy is the upper arm of the V.
+                stages=(down, up) if rank == place else (up, down),
+                microbatches=microbatches,
+            )
+        )
+    return Program(
+        name="dualpipe",
+        placement=placement,
+        num_microbatches=microbatches,
+        ranks=tuple(programs),
+    )
 
 
 def _phases(rank: int, ranks: int, microbatches: int) -> Phases:

@@ -17,8 +17,10 @@ Source: arXiv:2308.15762.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Op, action
 from penstock.schedule.families.common import program_of
 from penstock.schedule.families.periodic import chain_pattern
 from penstock.schedule.family import refuse_sizes
@@ -45,23 +47,25 @@ def hanayo(*, ranks: int, microbatches: int, virtual: int, waves: int | None = N
     placement = wave(ranks, waves)
     group = min(ranks, microbatches)
     limit = 2 * waves * group
-    stages, backward = placement.num_stages, Op.FULL_BACKWARD
-    gaps = [1] * stages + [2] * (stages - 1)
-    pattern = chain_pattern(placement, gaps=gaps, period=6 * waves, backward=backward)
-    orders = pattern.orders(placement, microbatches=group, backward=backward)
+    gaps = [1] * placement.num_stages + [2] * (placement.num_stages - 1)
+    pattern = chain_pattern(placement, gaps=gaps, period=6 * waves, full=True)
+    orders = pattern.orders(placement, microbatches=group)
     # The order of one group: ready actions, by their time in the pattern.
-    once = list_schedule(placement, orders, limit=limit, spare=0, overtake=True).ranks
-    repeated = [
-        [
-            action(act.stage, act.op, first + (act.microbatch or 0))
-            for first in range(0, microbatches, group)
-            for act in order
-            if first + (act.microbatch or 0) < microbatches
-        ]
-        for order in once
-    ]
-    scheduled = list_schedule(placement, repeated, limit=limit, spare=0)
-    return program_of("hanayo", placement, microbatches, scheduled.ranks)
+    once = list_schedule(placement, orders, limit=limit, full=True, spare=0, overtake=True).order
+    repeated = [_repeated(kinds, group, microbatches) for kinds in once]
+    scheduled = list_schedule(placement, repeated, limit=limit, full=True, spare=0)
+    return program_of("hanayo", placement, microbatches, scheduled.order, full=True)
+
+
+def _repeated(kinds: Sequence[int], group: int, microbatches: int) -> list[int]:
+    """The order of one group for all, of which the last may have fewer microbatches."""
+    count: Counter[int] = Counter()
+    repeated = []
+    for kind in [*kinds] * -(-microbatches // group):
+        count[kind] += 1
+        if count[kind] <= microbatches:
+            repeated.append(kind)
+    return repeated
 
 
 def _waves(virtual: int, waves: int | None) -> int:

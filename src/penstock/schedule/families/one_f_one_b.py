@@ -38,8 +38,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Op
-from penstock.schedule.families.common import alternate, alternating, chunks, program_of
+from penstock.schedule.action import Action, Op, action
+from penstock.schedule.families.common import alternating
 from penstock.schedule.family import refuse_sizes
 from penstock.schedule.messages import is_count
 from penstock.schedule.placement import linear
@@ -78,20 +78,23 @@ def seq1f1b(*, ranks: int, microbatches: int, splits: int = 2) -> Program:
             "of whole sequences"
         )
     refuse_sizes("seq1f1b", ranks=ranks, microbatches=microbatches, splits=splits)
-    order = [(0, chunk) for chunk in range(microbatches * splits)]
-    reverse = [
-        (0, microbatch * splits + chunk)
-        for microbatch in range(microbatches)
-        for chunk in reversed(range(splits))
-    ]
-    steps = (
-        alternate(
-            chunks(Op.FORWARD, order, stages=(rank,)),
-            chunks(Op.FULL_BACKWARD, reverse, stages=(rank,)),
-            warmup=ranks - 2 - rank + splits,
-        )
-        for rank in range(ranks)
-    )
+    chunks = microbatches * splits
+    warmups = [ranks - 2 - rank + splits for rank in range(ranks)]
+    rising = alternating("seq1f1b", linear(ranks), chunks, groups=(chunks,), warmups=warmups)
     return replace(
-        program_of("seq1f1b", linear(ranks), microbatches * splits, steps), num_splits=splits
+        rising.with_ranks(
+            tuple(
+                tuple(_reversed(act, splits) for step in steps for act in step.parts)
+                for steps in rising.ranks
+            )
+        ),
+        num_splits=splits,
     )
+
+
+def _reversed(act: Action, splits: int) -> Action:
+    """A backward on the chunk at the same place from the other end of its sequence."""
+    if act.op is Op.FORWARD:
+        return act
+    sequence, chunk = divmod(act.microbatch or 0, splits)
+    return action(act.stage, act.op, (sequence + 1) * splits - 1 - chunk)

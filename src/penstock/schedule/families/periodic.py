@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action, Op, action
 from penstock.schedule.placement import Placement
 
 __all__ = ["PeriodicPattern", "PeriodicSlots", "chain_pattern"]
@@ -50,23 +49,14 @@ class PeriodicPattern:
         shifts = [number * self.period for number in range(microbatches)]
         return [[start + shift for shift in shifts] for start in self.starts]
 
-    def orders(
-        self, placement: Placement, *, microbatches: int, backward: Op = Op.INPUT_GRAD
-    ) -> list[list[Action]]:
-        """For each rank, its forwards and backwards in the order of their starts."""
-        times, stages, orders = self.times(microbatches), placement.num_stages, []
+    def orders(self, placement: Placement, *, microbatches: int) -> list[list[int]]:
+        """For each rank, its forwards and backwards in the order of their starts, as kinds."""
+        times, stages = self.times(microbatches), placement.num_stages
+        orders = []
         for rank in range(placement.num_ranks):
-            timed = sorted(
-                (times[kind][microbatch], kind, microbatch)
-                for stage in placement.stages_of(rank)
-                for kind in (stage, stage + stages)
-                for microbatch in range(microbatches)
-            )
+            own = [kind for s in placement.stages_of(rank) for kind in (s, s + stages)]
             orders.append(
-                [
-                    action(kind % stages, Op.FORWARD if kind < stages else backward, microbatch)
-                    for _, kind, microbatch in timed
-                ]
+                [kind for _, kind in sorted((t, kind) for kind in own for t in times[kind])]
             )
         return orders
 
@@ -119,7 +109,7 @@ class PeriodicSlots:
 
 
 def chain_pattern(
-    placement: Placement, *, gaps: Sequence[int], period: int, backward: Op = Op.INPUT_GRAD
+    placement: Placement, *, gaps: Sequence[int], period: int, full: bool = False
 ) -> PeriodicPattern:
     """A pattern for a microbatch that passes all stages and back, each action as early as possible.
 
@@ -130,16 +120,15 @@ def chain_pattern(
         gaps: for each action after the first (forwards of stages 0, 1, ..., then backwards of ...,
             1, 0), the least time between the start of the previous action and its own.
         period: the time from one microbatch to the next.
-        backward: INPUT_GRAD, or FULL_BACKWARD.
+        full: True for full backwards.
 
     Raises:
         ScheduleError: the period is too short for the actions of a rank.
     """
-    stages = placement.num_stages
-    length = 2 if backward is Op.FULL_BACKWARD else 1
+    stages, length = placement.num_stages, 1 + full
     slots = [PeriodicSlots(period) for _ in range(placement.num_ranks)]
     # The full backwards left to place on each rank; each needs two slots in a row.
-    to_come = [len(placement.stages_of(rank)) * (length - 1) for rank in range(len(slots))]
+    to_come = [len(placement.stages_of(rank)) * full for rank in range(len(slots))]
     starts: list[float] = [0] * (2 * stages)
     start: float = 0
     chain = (*range(stages), *range(2 * stages - 1, stages - 1, -1))

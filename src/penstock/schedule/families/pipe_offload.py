@@ -29,10 +29,8 @@ Source: arXiv:2503.01328 (PipeOffload).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from penstock.schedule.action import Action, Op, action
 from penstock.schedule.families.common import program_of
 from penstock.schedule.families.generalized_interleaved import gis
 from penstock.schedule.families.periodic import PeriodicPattern, chain_pattern
@@ -54,9 +52,13 @@ def po_h(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Prog
         ScheduleError: ``ahead`` is below 1.
     """
     placement = looped(ranks, virtual)
-    pattern = _pattern(placement, virtual)
-    orders = pattern.orders(placement, microbatches=microbatches, backward=Op.FULL_BACKWARD)
-    program = program_of("po-h", placement, microbatches, map(_split, orders))
+    stages = placement.num_stages
+    # A weight gradient follows its input gradient.
+    orders = [
+        [each for kind in order for each in ((kind,) if kind < stages else (kind, kind + stages))]
+        for order in _pattern(placement, virtual).orders(placement, microbatches=microbatches)
+    ]
+    program = program_of("po-h", placement, microbatches, orders)
     earlier = range(ranks * -(-virtual // 2))
     return offload(program, stages=earlier, ahead=ahead)
 
@@ -86,9 +88,7 @@ def _pattern(placement: Placement, virtual: int) -> PeriodicPattern:
     for around in range(1, 2 * virtual + 2):
         forward = [1 if stage % ranks else around for stage in range(1, stages)]
         gaps = (*forward, *[1] * stages)
-        patterns.append(
-            chain_pattern(placement, gaps=gaps, period=3 * virtual, backward=Op.FULL_BACKWARD)
-        )
+        patterns.append(chain_pattern(placement, gaps=gaps, period=3 * virtual, full=True))
     later = range(ranks * -(-virtual // 2) % stages, stages)
     return min(patterns, key=lambda p: (_lifetime(p, placement, later), max(p.starts)))
 
@@ -100,13 +100,3 @@ def _lifetime(pattern: PeriodicPattern, placement: Placement, stages: range) -> 
         sum(starts[num_stages + s] - starts[s] for s in placement.stages_of(rank) if s in stages)
         for rank in range(placement.num_ranks)
     )
-
-
-def _split(order: list[Action]) -> Iterator[Action]:
-    """Split each backward into its input gradient and, right after it, its weight gradient."""
-    for act in order:
-        if act.op is Op.FULL_BACKWARD:
-            yield action(act.stage, Op.INPUT_GRAD, act.microbatch)
-            yield action(act.stage, Op.WEIGHT_GRAD, act.microbatch)
-        else:
-            yield act

@@ -45,7 +45,6 @@ Source: arXiv:2405.15362, sec. 3; the pattern of 1F1B-V is chosen here.
 from __future__ import annotations
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Op
 from penstock.schedule.families.common import program_of
 from penstock.schedule.families.periodic import chain_pattern
 from penstock.schedule.list_schedule import list_schedule
@@ -110,7 +109,7 @@ def one_f_one_b_v(*, ranks: int, microbatches: int, limit: int | None = None) ->
         # order.
         spare=1 if fits else 0,
         overtake=not fits,
-        backward=Op.FULL_BACKWARD,
+        full=True,
     )
 
 
@@ -124,7 +123,7 @@ def _v_program(
     *,
     spare: int,
     overtake: bool = False,
-    backward: Op = Op.INPUT_GRAD,
+    full: bool = False,
 ) -> Program:
     """A V-shaped pattern, repeated every six units, then list-scheduled.
 
@@ -139,7 +138,9 @@ def _v_program(
     gaps = [legs[0]] * (ranks - 1)
     for turn, leg in zip(turns, legs[1:], strict=True):
         gaps += [turn, *[leg] * (ranks - 1)]
-    pattern = chain_pattern(placement, gaps=gaps, period=6, backward=backward)
-    orders = pattern.orders(placement, microbatches=microbatches, backward=backward)
-    scheduled = list_schedule(placement, orders, limit=limit, spare=spare, overtake=overtake)
-    return program_of(name, placement, microbatches, scheduled.ranks)
+    pattern = chain_pattern(placement, gaps=gaps, period=6, full=full)
+    orders = pattern.orders(placement, microbatches=microbatches)
+    scheduled = list_schedule(
+        placement, orders, limit=limit, full=full, spare=spare, overtake=overtake
+    )
+    return program_of(name, placement, microbatches, scheduled.order, full=full)

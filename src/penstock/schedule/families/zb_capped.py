@@ -30,8 +30,7 @@ from math import inf
 from typing import TypeAlias
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action, Op
-from penstock.schedule.families.common import alternate, chunks, program_of
+from penstock.schedule.families.common import alternate, program_of
 from penstock.schedule.families.zero_bubble import zb_h1, zb_h2
 from penstock.schedule.index import index_program
 from penstock.schedule.list_schedule import KIND_OPS, PerStage, Scheduled, list_schedule
@@ -84,38 +83,26 @@ def _best(
         _per_stage(name, "input_grad", input_grad, ranks),
         _per_stage(name, "weight_grad", weight_grad, ranks),
     )
-    least = _least(microbatches, costs)
-    published = (zb_h1, zb_h2) if limit >= 2 * ranks - 1 else (zb_h1,)
-    best = Scheduled(ranks=(), makespan=inf, span=inf)
-    for candidate in (*_WARMUPS, *published):
+    placement, least = linear(ranks), _least(microbatches, costs)
+    best = Scheduled(order=(), makespan=inf, span=inf)
+    for candidate in (*_WARMUPS, zb_h1, zb_h2):
         if (best.makespan, best.span) <= least:
             break
         if isinstance(candidate, tuple):
             ahead, spare = candidate
+            warmups = [min(limit - 1, math.ceil(ahead * (ranks - 1 - r))) for r in range(ranks)]
+            orders = [
+                alternate([rank] * microbatches, [rank + ranks] * microbatches, warmup=warmup)
+                for rank, warmup in enumerate(warmups)
+            ]
             found = list_schedule(
-                linear(ranks),
-                [
-                    _order(
-                        rank, microbatches, min(limit - 1, math.ceil(ahead * (ranks - 1 - rank)))
-                    )
-                    for rank in range(ranks)
-                ],
-                limit=limit,
-                spare=spare,
-                costs=costs,
-                within=best.makespan,
+                placement, orders, limit=limit, spare=spare, costs=costs, within=best.makespan
             )
-        else:
+        elif candidate is zb_h1 or limit >= 2 * ranks - 1:
             found = _timed(candidate(ranks=ranks, microbatches=microbatches), costs)
         # Ties go to the first: the shortest warm-up.
         best = min(best, found, key=lambda each: (each.makespan, each.span))
-    return program_of(name, linear(ranks), microbatches, best.ranks)
-
-
-def _order(rank: int, microbatches: int, warmup: int) -> list[Action]:
-    order = [(0, microbatch) for microbatch in range(microbatches)]
-    forwards = chunks(Op.FORWARD, order, stages=(rank,))
-    return alternate(forwards, chunks(Op.INPUT_GRAD, order, stages=(rank,)), warmup=warmup)
+    return program_of(name, placement, microbatches, best.order)
 
 
 def _least(microbatches: int, costs: _Costs) -> tuple[float, float]:
@@ -139,9 +126,14 @@ def _timed(program: Program, costs: _Costs) -> Scheduled:
     replay.play()
     spans = (ends[-1] - starts[0] for starts, ends in zip(replay.starts, replay.ends, strict=True))
     return Scheduled(
-        ranks=tuple(
-            tuple(part for step in steps for part in step.parts) for steps in program.ranks
-        ),
+        order=[
+            [
+                KIND_OPS.index(act.op) * program.num_stages + act.stage
+                for step in steps
+                for act in step.parts
+            ]
+            for steps in program.ranks
+        ],
         makespan=max(ends[-1] for ends in replay.ends),
         span=max(spans),
     )

@@ -24,15 +24,16 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from itertools import chain
 
 from penstock.errors import InternalError, ScheduleError
 from penstock.schedule.action import Op, Step, action
 from penstock.schedule.channels import TWO_WAY, Channels, blocking_replay
 from penstock.schedule.check import check
-from penstock.schedule.index import ActionIndex, IndexedProgram, index_program
+from penstock.schedule.index import IndexedProgram, index_program
 from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
 from penstock.schedule.replay import replay_of
-from penstock.schedule.rules import COMPUTE, SEND_OF, TRANSFERS
+from penstock.schedule.rules import COMPUTE, TRANSFERS
 
 __all__ = ["insert_transfers"]
 
@@ -69,26 +70,26 @@ def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Progr
     if not isinstance(program, CheckedProgram):
         check(program)
     computed = index_program(program)
-    index = computed.index
-    hoisted: list[dict[int, list[int]]] = [{} for _ in program.ranks]
-    if channels.per_pair:
-        queues = _in_one_order(computed)
-    else:
-        queues = _just_ahead(computed)
-        hoisted = _hoists(
-            IndexedProgram(index=index, queues=queues, overlapped=computed.overlapped)
-        )
-    return program.with_ranks(
-        tuple(
-            _steps(steps, queues[rank], hoisted[rank], index)
-            for rank, steps in enumerate(program.ranks)
-        )
-    )
+    queues = _in_one_order(computed) if channels.per_pair else _just_ahead(computed)
+    index, width = computed.index, program.num_microbatches
+    # By row of transfers, its actions.
+    rows = [
+        None if transfer is None else [action(stage, op, number) for number in range(width)]
+        for (op, stage), transfer in zip(index.rows(), index.transfers(), strict=True)
+    ]
+    ranks = []
+    for steps, queue in zip(program.ranks, queues, strict=True):
+        kept, merged = iter(steps), list[Step]()
+        for number in queue:
+            row = rows[number // width] if number >= 0 else None
+            merged.append(next(kept) if row is None else row[number % width])
+        ranks.append(tuple(merged))
+    return program.with_ranks(tuple(ranks))
 
 
 def _just_ahead(computed: IndexedProgram) -> list[list[int]]:
-    """For each rank its ids with transfers, in their final places unless a rank deadlocks."""
-    width, index = computed.index.num_microbatches, computed.index
+    """For each rank its ids, with each receive one step ahead, or earlier if necessary."""
+    index, width = computed.index, computed.index.num_microbatches
     receives, sends = index.receives(), index.sends()
     computes = [op in COMPUTE for op, _ in index.rows()]
     # The place of each receive, and the receives of directed pairs of ranks by order of sending.
@@ -126,23 +127,26 @@ def _just_ahead(computed: IndexedProgram) -> list[list[int]]:
                 for offset, _, _ in sends[part // width]:
                     merged.append(part + offset)
         queues.append(merged)
-    return queues
+    return _without_deadlock(
+        IndexedProgram(index=index, queues=queues, overlapped=computed.overlapped)
+    )
 
 
-def _hoists(placed: IndexedProgram) -> list[dict[int, list[int]]]:
-    """For each rank, a mapping from queue position to receives that must be posted by then.
+def _without_deadlock(placed: IndexedProgram) -> list[list[int]]:
+    """The queues, with receives moved ahead where ranks would wait for each other.
 
     Computations have no cycle, so some rank of a deadlock waits in a send; its receive is posted at
     the current step of the receiving rank. The lowest blocked rank is unblocked first, so that the
     result does not depend on the order of the replay.
     """
-    index, width = placed.index, placed.index.num_microbatches
+    width = placed.index.num_microbatches
     # By row of receives, the rank that posts the receive.
     posts = [
-        index.placement.rank_of(stage) if op in SEND_OF else None for op, stage in index.rows()
+        None if each is None or each.is_send else each.rank for each in placed.index.transfers()
     ]
     replay = blocking_replay(placed, TWO_WAY, transfers=True)
-    hoisted: list[dict[int, list[int]]] = [{} for _ in placed.queues]
+    # By rank and place in its queue, the receives moved there.
+    moved: defaultdict[int, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     stopped: list[int] = []
     looked_at = 0
     while not replay.play():
@@ -158,30 +162,17 @@ def _hoists(placed: IndexedProgram) -> list[dict[int, list[int]]]:
             receive = replay.awaits[heapq.heappop(stopped)]
             target = None if receive is None else posts[receive // width]
         assert receive is not None
-        hoisted[target].setdefault(replay.positions[target], []).append(receive)
+        moved[target][replay.positions[target]].append(receive)
         replay.fulfil(receive)
-    return hoisted
-
-
-def _steps(
-    computed: tuple[Step, ...], queue: list[int], hoisted: dict[int, list[int]], index: ActionIndex
-) -> tuple[Step, ...]:
-    """The steps of one rank: the computed steps, with transfers in between."""
-    width = index.num_microbatches
-    transfers = [(op, stage) if op in TRANSFERS else None for op, stage in index.rows()]
-    early = {number for numbers in hoisted.values() for number in numbers}
-    kept = iter(computed)
-    steps: list[Step] = []
-    for position, number in enumerate(queue):
-        if position in hoisted:
-            steps += map(index.action, hoisted[position])
-        transfer = None if number < 0 else transfers[number // width]
-        if transfer is None:
-            steps.append(next(kept))
-        elif number not in early:
-            op, stage = transfer
-            steps.append(action(stage, op, number % width))
-    return tuple(steps)
+    queues = list(placed.queues)
+    for rank, by_place in moved.items():
+        early = set(chain(*by_place.values()))
+        queues[rank] = [
+            number
+            for place, step in enumerate(queues[rank])
+            for number in (*by_place.get(place, ()), *(() if step in early else (step,)))
+        ]
+    return queues
 
 
 def _in_one_order(computed: IndexedProgram) -> list[list[int]]:
