@@ -16,6 +16,7 @@ import platform
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -35,10 +36,11 @@ from penstock.partition.profiled_model import (
     Chained,
     ProfiledModel,
     ProfileRun,
+    Sent,
     Times,
     measure_times,
-    num_bytes,
     run_profiled,
+    sent_of,
 )
 from penstock.partition.sequential import is_sequence
 from penstock.partition.spec import Example, describe
@@ -162,10 +164,6 @@ def _as_module(given: nn.Module | Sequence[nn.Module] | Sequence[PipelineStage])
     return Chained(modules)
 
 
-Sent: TypeAlias = tuple[int, tuple[str, ...]]
-"""The sent bytes, and descriptions of the sent tensors."""
-
-
 def _sent_by_block(profiled: ProfiledModel, run: ProfileRun, blocks: Sequence[Block]) -> list[Sent]:
     """The tensors that cross the cut after each block, if cut by module.
 
@@ -173,15 +171,15 @@ def _sent_by_block(profiled: ProfiledModel, run: ProfileRun, blocks: Sequence[Bl
     """
     place = {name: segment for segment, name in enumerate(run.order)}
     last = [max(place[leaf.name] for leaf in b.leaves if leaf.name in place) for b in blocks[:-1]]
-    sent: list[Sent] = [(run.output_bytes[i], run.outputs[i]) for i in last]
+    sent = [run.outputs[i] for i in last]
     if not (isinstance(profiled.model, Chained) or is_sequence(profiled.model)):
         names = [[leaf.name for leaf in block.leaves] for block in blocks]
         example = profiled.kwargs or profiled.args
         between = tensors_between(profiled.model, names, example, profiled.device)
         for i, metas in enumerate(between):
             if metas is not None:
-                found = [torch.empty(m.shape, dtype=m.dtype, device="meta") for m in metas]
-                sent[i] = sum(map(num_bytes, found)), tuple(map(describe, found))
+                on_meta = [torch.empty(m.shape, dtype=m.dtype, device="meta") for m in metas]
+                sent[i] = sent_of(on_meta)
     return [*sent, (0, ())]
 
 
@@ -201,7 +199,7 @@ def _costs_of(
         weight_grad_s=weight_grad_s,
         activation_bytes=sum(run.kept_bytes[i] for i in segments),
         parameters=sum(p.numel() for p in params),
-        parameter_bytes=sum(map(num_bytes, params)),
+        parameter_bytes=sum(param.nbytes for param in params),
         sent_bytes=sent[0],
         sends=sent[1],
     )
@@ -298,18 +296,14 @@ class TargetlessLoss:
 
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
         self._loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
-        # The accepted targets, at most one; None before the first call.
-        self._accepted: list[Callable[[Tensor], tuple[Any, ...]]] | None = None
+        self._loss: Callable[[Any], Tensor] | None = None  # None before the first call
 
     def __call__(self, output: Any) -> Tensor:
         """The loss of an output; the sum of its tensors if no target fits."""
-        if self._accepted is None:
-            self._accepted = self._first_accepted(output)
-        for target in self._accepted:
-            return self._loss(output, target)
-        return torch.stack([t.sum() for t in tensors_of(output) if t.requires_grad]).sum()
+        self._loss = self._loss or self._first_accepted(output)
+        return self._loss(output)
 
-    def _loss(self, output: Any, target: Callable[[Tensor], tuple[Any, ...]]) -> Tensor:
+    def _with_target(self, target: Callable[[Tensor], tuple[Any, ...]], output: Any) -> Tensor:
         first = next(tensor for tensor in tensors_of(output) if tensor.requires_grad)
         loss = self._loss_fn(output, *target(first))
         found = loss[0] if isinstance(loss, tuple) else loss
@@ -317,20 +311,22 @@ class TargetlessLoss:
             raise TypeError(f"the loss function returned {type(loss).__name__}, expected a scalar")
         return found
 
-    def _first_accepted(self, output: Any) -> list[Callable[[Tensor], tuple[Any, ...]]]:
+    def _first_accepted(self, output: Any) -> Callable[[Any], Tensor]:
         for target in TARGETS:
             try:
                 # Nested saved-tensor hooks, so that the profiler's own hooks see only one call.
                 with warnings.catch_warnings(), saved_tensors_hooks(lambda t: t, lambda t: t):
                     warnings.simplefilter("error")  # such as broadcast shapes
-                    self._loss(output, target)
+                    self._with_target(target, output)
             except Exception as error:  # whatever the user's function raises on a wrong target
                 logger.debug("a target for the loss was refused: %s", error)
             else:
-                return [target]
+                return partial(self._with_target, target)
         logger.warning(
             "the loss function takes none of the targets that were tried, so the last stage is "
             "measured without it; to count it, measure with penstock.profile(model, example, "
             "loss_fn=lambda output: ...), and pass the plan as split="
         )
-        return []
+        return lambda output: torch.stack(
+            [tensor.sum() for tensor in tensors_of(output) if tensor.requires_grad]
+        ).sum()

@@ -40,18 +40,20 @@ from penstock.stage.weight_grad import (
 from penstock.stage.weight_grad.accumulate import accumulate
 
 __all__ = [
-    "Chained", "ObservedPass", "ProfileRun", "ProfiledModel", "Times", "measure_times", "num_bytes",
-    "run_profiled",
+    "Chained", "ObservedPass", "ProfileRun", "ProfiledModel", "Sent", "Times", "measure_times",
+    "run_profiled", "sent_of",
 ]  # fmt: skip
 
 T = TypeVar("T")
 Times: TypeAlias = tuple[float, ...]
 """Seconds per segment."""
+Sent: TypeAlias = tuple[int, tuple[str, ...]]
+"""The bytes of tensors that are sent, and their descriptions."""
 
 
-def num_bytes(tensor: Tensor) -> int:
-    """The size of a tensor in bytes."""
-    return tensor.numel() * tensor.element_size()
+def sent_of(tensors: Sequence[Tensor]) -> Sent:
+    """The bytes and descriptions of tensors."""
+    return sum(tensor.nbytes for tensor in tensors), tuple(map(describe, tensors))
 
 
 class ProfiledModel:
@@ -256,8 +258,7 @@ class ProfileRun:
 
     order: tuple[str, ...]  # the names of the leaf modules that run, by first call
     kept_bytes: tuple[int, ...]  # saved by autograd for the backward
-    outputs: tuple[tuple[str, ...], ...]  # descriptions of the leaf module's output tensors
-    output_bytes: tuple[int, ...]
+    outputs: tuple[Sent, ...]  # the leaf module's output tensors
     # The parameters whose gradients are computed in I; None if none can be deferred.
     undeferred: tuple[nn.Parameter, ...] | None
 
@@ -292,12 +293,10 @@ def run_profiled(profiled: ProfiledModel) -> ProfileRun:
             "blocks"
         )
     segments = range(len(observed.order))
-    outputs = [observed.outputs.get(i, []) for i in segments]
     return ProfileRun(
         order=tuple(observed.order),
         kept_bytes=tuple(sum(kept[i].values()) for i in segments),
-        outputs=tuple(tuple(map(describe, tensors)) for tensors in outputs),
-        output_bytes=tuple(sum(map(num_bytes, each)) for each in outputs),
+        outputs=tuple(sent_of(observed.outputs.get(i, [])) for i in segments),
         undeferred=_undeferred(profiled),
     )
 
