@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
@@ -20,7 +19,7 @@ import numpy as np
 
 from penstock.errors import PartitionError
 from penstock.partition.balance.chain import Chain, cheapest, least_bottleneck, shortest_step
-from penstock.partition.balance.costs import BlockCosts, Profile
+from penstock.partition.balance.costs import BlockCosts, Profile, SplitObjective
 from penstock.partition.balance.shared_ranks import SharedChain, best_split
 from penstock.partition.plan import StageCosts
 from penstock.schedule.placement import Placement
@@ -31,16 +30,6 @@ __all__ = ["Balance", "SplitObjective", "BalanceConfig", "balance", "balanced", 
 # Sums of the same numbers in another order differ in their last bits.
 MORE = 1 + 1e-12
 BlockTimes: TypeAlias = Profile | Sequence[BlockCosts] | Sequence[float]
-
-
-class SplitObjective(Enum):
-    """The quantity that a split minimizes."""
-
-    BOTTLENECK = "max"
-    """Minimize the time of the busiest rank; break ties by the sum of the stages' squared times."""
-    STEP = "step"
-    """Minimize the length of a step: microbatches - 1 times the busiest rank, plus one pass through
-    the pipeline with all its transfers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
