@@ -45,7 +45,7 @@ Region: TypeAlias = tuple[type, tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A captured forward: its graph, with the device, tensors and inner graphs that it holds."""
+    """A captured forward; ``constants`` are the device, tensors and inner graphs that it holds."""
 
     graph: fx.Graph
     form: CallForm
@@ -55,9 +55,7 @@ class Captured:
 class _FlatCall(nn.Module):
     """A model as a function of the list of its input tensors.
 
-    A forward that leaves changed attributes on its modules is refused, since every microbatch would
-    replay the example's call with the old attributes. In-place writes to buffers are operations of
-    the graph, and allowed.
+    Refuses a forward with effects other than operations; in-place writes to buffers are operations.
     """
 
     def __init__(self, model: nn.Module, form: CallForm) -> None:
@@ -87,7 +85,7 @@ class _FlatCall(nn.Module):
                 "the forward draws numbers from random or numpy.random, which would be constants "
                 "of the graph; draw them with torch, or pass them in as tensors"
             )
-        return self._form.output.take()
+        return self._form.output.computed
 
 
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Captured:
@@ -111,6 +109,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] |
     program = _export(model, form)
     form.check = shape_check(program, LEAVES, form.names)
     form.examples = ()
+    form.output.computed.clear()
     builder = _GraphBuilder(program, model, form.names, device)
     return Captured(graph=builder.graph, form=form, constants=builder.constants)
 
@@ -119,21 +118,18 @@ def _export(model: nn.Module, form: CallForm) -> torch.export.ExportedProgram:
     sizes = [dict.fromkeys(range(t.dim()), torch.export.Dim.AUTO) for t in form.examples]
     try:
         with refusing(_refuse):
-            return torch.export.export(
-                _FlatCall(model, form),
-                ([*form.examples],),
-                dynamic_shapes=(sizes,),
-                strict=False,
-            )
+            flat, inputs = _FlatCall(model, form), ([*form.examples],)
+            return torch.export.export(flat, inputs, dynamic_shapes=(sizes,), strict=False)
     except PartitionError:
         raise
     except Exception as error:
-        place = _place_in_user_code(error.__traceback__)
         message = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        name = type(model).__name__
         if any("DataDependent" in cls.__name__ for cls in type(error).__mro__):
             message += "; a graph can't branch on values: compute both and choose with torch.where"
-        raise PartitionError(f"{name} can't be captured{place}: {message}") from error
+        raise PartitionError(
+            f"{type(model).__name__} can't be captured{_place_in_user_code(error.__traceback__)}: "
+            f"{message}"
+        ) from error
 
 
 def _refuse(what: str) -> None:
@@ -161,7 +157,7 @@ def _place_in_user_code(trace: TracebackType | None = None) -> str:
 class _GraphBuilder:
     """Builds the flat graph of an exported program: state by name, regions as marks on nodes.
 
-    An exported node becomes a new node, the names of an attribute, a graph that an operation
+    In ``env``, an exported node is a new node, the names of an attribute, a graph that an operation
     takes as a function, or the list of a region's results.
     """
 
@@ -178,16 +174,16 @@ class _GraphBuilder:
         self._mode = "train" if model.training else "eval"
         self._attributes: dict[str, fx.Node] = {}
         self._values: dict[str, Any] = {}
-        inputs = self._inputs(program, model)
-        named = iter(names)
+        state = self._state(program, model)
+        inputs = iter(names)
         env: dict[fx.Node, Any] = {}
         for node in program.graph.find_nodes(op="placeholder"):
             value = node.meta.get("val")
-            if node.name in inputs:
-                env[node] = inputs[node.name]
+            if node.name in state:
+                env[node] = state[node.name]
                 self._values |= dict.fromkeys(env[node], value)
             else:
-                name = "".join(c if c.isalnum() else "_" for c in next(named))
+                name = "".join(c if c.isalnum() else "_" for c in next(inputs))
                 env[node] = self.graph.placeholder(name)
                 env[node].meta = {"val": value}
         self._device_node = self._attribute(f"{CONSTANTS}.device")
@@ -195,22 +191,22 @@ class _GraphBuilder:
         self.graph.output([self._argument(value, ()) for value in outputs])
         self.graph.eliminate_dead_code(_has_effect)
 
-    def _inputs(self, program: torch.export.ExportedProgram, model: nn.Module) -> dict[str, Any]:
-        """The names of each input that is state of the model, or a constant."""
+    def _state(self, program: torch.export.ExportedProgram, model: nn.Module) -> dict[str, Any]:
+        """The names of each input that is a parameter, buffer or constant."""
         tensors, names = named_tensors(model), names_by_tensor(model)
-        inputs = {}
+        state = {}
         for spec in program.graph_signature.input_specs:
             kind, target = spec.kind.name, spec.target or ""
             if kind in ("PARAMETER", "BUFFER"):
-                inputs[spec.arg.name] = names[id(tensors[target.removeprefix(f"{MODEL}.")])]
+                state[spec.arg.name] = names[id(tensors[target.removeprefix(f"{MODEL}.")])]
             elif kind == "CONSTANT_TENSOR":
-                inputs[spec.arg.name] = self._constant(program.constants[target])
+                state[spec.arg.name] = self._constant(program.constants[target])
             elif kind != "USER_INPUT":
                 raise PartitionError(
                     f"{type(model).__name__} uses a {kind.lower().replace('_', ' ')}, which can't "
                     "be part of a captured stage; cut by module"
                 )
-        return inputs
+        return state
 
     def _constant(self, value: Any) -> tuple[str]:
         if isinstance(value, Tensor) and value.is_meta and self._device.type == "meta":
@@ -254,12 +250,8 @@ class _GraphBuilder:
         new = self.graph.node_copy(node, lambda n: self._argument(env[n], modules))
         new.args = fx.node.map_aggregate(new.args, self._open_device)
         new.kwargs = fx.node.map_aggregate(new.kwargs, self._open_device)
-        new.meta = {
-            "val": node.meta.get("val"),
-            "modules": modules,
-            "regions": regions,
-            "stack_trace": node.meta.get("stack_trace"),
-        }
+        new.meta = {key: node.meta.get(key) for key in ("val", "stack_trace")}
+        new.meta |= {"modules": modules, "regions": regions}
         return new
 
     def _open_device(self, value: Any) -> Any:
@@ -268,10 +260,16 @@ class _GraphBuilder:
         return self._device_node if is_device else value
 
     def _argument(self, value: Any, modules: tuple[str, ...]) -> Any:
-        """``value`` as an argument of a node that runs in ``modules``."""
+        """``value`` of ``env`` as an argument of a node that runs in ``modules``.
+
+        Of a shared tensor's names, it is the one in these modules, if any.
+        """
         if isinstance(value, fx.GraphModule):
             value = self._constant(value)
-        return self._attribute(_name_in(value, modules)) if isinstance(value, tuple) else value
+        if not isinstance(value, tuple):
+            return value
+        own = (n for module in reversed(modules) for n in value if n.startswith(f"{module}."))
+        return self._attribute(next(own, value[0]))
 
     def _attribute(self, name: str) -> fx.Node:
         if name not in self._attributes:
@@ -292,19 +290,8 @@ def _region_of(node: fx.Node) -> tuple[Region, Any, Sequence[Any]] | None:
     return None
 
 
-def _name_in(names: Sequence[str], modules: Sequence[str]) -> str:
-    """Of a tensor's names, the one by which code in ``modules`` reads it."""
-    for module in reversed(modules):
-        for name in names:
-            if name.startswith(f"{module}."):
-                return name
-    return names[0]
-
-
 def _has_effect(node: fx.Node) -> bool:
     """True for a node that must stay even if its result is unused."""
-    if node.op in ("placeholder", "output"):
-        return True
-    tags = getattr(node.target, "tags", ())
     # Unused random operations stay, so that later ones draw the same numbers.
-    return node.is_impure() or torch.Tag.nondeterministic_seeded in tags
+    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return node.op in ("placeholder", "output") or node.is_impure() or is_random

@@ -1,4 +1,4 @@
-"""Cut a captured graph: assign nodes to stages, and find the values that cross.
+"""Cut a captured graph: choose cuts among its marks, assign nodes to stages, find what crosses.
 
 a = f(x)          stage 0        a value that a later stage needs is handed on by every
 ── cut ──                        stage between, once per hop:
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -21,12 +21,22 @@ from torch import Tensor, fx
 
 from penstock._torch_compat import mutated_arguments
 from penstock.errors import PartitionError
-from penstock.partition.export.markers import HERE, MARK, pipe_split
+from penstock.partition.export.markers import HERE, MARK, SplitPoint, label_of, pipe_split
 from penstock.partition.plan import abbreviate
 from penstock.partition.spec import describe
 
-__all__ = ["Cut", "GraphCut", "assign", "boundaries", "described", "take_marks"]
+__all__ = [
+    "Cut",
+    "GraphCut",
+    "all_cuts",
+    "assign",
+    "cuts_at_counts",
+    "cuts_at_names",
+    "described",
+    "take_marks",
+]
 
+_BY_POSITION = operator.attrgetter("position")
 # An operation that writes in place, and the values that share the memory.
 Write: TypeAlias = tuple[fx.Node, list[fx.Node]]
 
@@ -34,6 +44,10 @@ aten: Any = torch.ops.aten
 # These return their input itself in evaluation, while their fake results have memory of their own.
 MAY_RETURN_INPUT = frozenset(
     {aten.dropout.default, aten.alpha_dropout.default, aten.feature_dropout.default}
+)
+CAN_CROSS = (
+    *(Tensor, int, float, complex, str, type(None)),
+    *(torch.SymInt, torch.SymFloat, torch.SymBool),
 )
 NO_WORK = frozenset({operator.getitem, aten.sym_size.int})
 
@@ -51,14 +65,13 @@ class GraphCut:
     """A cut graph: the stage of every operation, and for each boundary the values that cross it."""
 
     graph: fx.Graph
-    cuts: Sequence[Cut]
     stage_of: Mapping[fx.Node, int]
     crossing: tuple[tuple[fx.Node, ...], ...]
 
     @property
     def num_stages(self) -> int:
         """The number of stages."""
-        return len(self.cuts) + 1
+        return len(self.crossing) + 1
 
     def empty_stage(self) -> int | None:
         """The first stage without work; a view is no work."""
@@ -70,7 +83,10 @@ class GraphCut:
         return next((stage for stage in range(self.num_stages) if stage not in busy), None)
 
 
-def take_marks(graph: fx.Graph) -> tuple[Cut, ...]:
+# --- cuts among the marks -----------------------------------------------------------------------
+
+
+def take_marks(graph: fx.Graph) -> list[Cut]:
     """Collect the cuts marked in ``graph``, and remove the marks."""
     cuts = []
     position = 0
@@ -81,7 +97,76 @@ def take_marks(graph: fx.Graph) -> tuple[Cut, ...]:
             graph.erase_node(node)
         elif node.op.startswith("call"):
             position += 1
-    return tuple(cuts)
+    return cuts
+
+
+def all_cuts(
+    graph: fx.Graph, marks: Sequence[Cut], points: Mapping[str, SplitPoint]
+) -> Sequence[Cut]:
+    """Cut at every mark; each split point must have left exactly one."""
+    counts = Counter(mark.label for mark in marks)
+    for name, point in points.items():
+        label = label_of(name, point)
+        if counts[label] != 1:
+            raise PartitionError(
+                f"there is no one place {label!r}: the forward calls module {name} "
+                f"{counts[label]} times (calls in compiled or fused regions don't count); call "
+                f"pipe_split() in the code where you mean, or cut elsewhere: {_boundaries(graph)}"
+            )
+    return marks
+
+
+def cuts_at_names(marks: Sequence[Cut], stages: Sequence[Sequence[str]]) -> Sequence[Cut]:
+    """Start each stage at the first of its modules to run.
+
+    Raises:
+        PartitionError: a stage has no such module, or a module first runs in another stage.
+    """
+    first: dict[str, Cut] = {}
+    for mark in marks:
+        first.setdefault(mark.label, mark)
+    called = [[(n, first[label_of(n)]) for n in names if label_of(n) in first] for names in stages]
+    if not all(called[1:]):
+        stage = called.index([], 1)
+        raise PartitionError(
+            f"stage {stage} has no beginning: the forward calls none of "
+            f"{abbreviate(stages[stage])}; name modules that it calls"
+        )
+    starts = [min((mark for _, mark in each), key=_BY_POSITION) for each in called[1:]]
+    starts.sort(key=_BY_POSITION)
+    positions = [start.position for start in starts]
+    for stage, each in enumerate(called):
+        for name, mark in each:
+            if (runs_in := bisect_right(positions, mark.position)) != stage:
+                raise PartitionError(
+                    f"{name} is named in stage {stage}, but runs in stage {runs_in} of the "
+                    "captured graph, which is cut where the first module of each stage runs; name "
+                    "modules in the order in which they run"
+                )
+    return starts
+
+
+def cuts_at_counts(marks: Sequence[Cut], blocks: Sequence[str], counts: Sequence[int]) -> list[Cut]:
+    """Start each stage after the blocks of the stages before, counted in the order of their calls.
+
+    A block that occurs several times in ``blocks`` counts as often; later calls don't count.
+    """
+    places = Counter(map(label_of, blocks))
+    calls = []
+    for mark in marks:
+        places[mark.label] -= 1
+        if places[mark.label] >= 0:
+            calls.append(mark)
+    starts = [sum(counts[:stage]) for stage in range(1, len(counts))]
+    if starts and starts[-1] >= len(calls):
+        raise PartitionError(
+            f"the forward calls {len(calls)} of the {len(blocks)} blocks that {list(counts)} "
+            "counts, so that the last stage has no beginning; name the modules of each stage"
+        )
+    return [calls[start] for start in starts]
+
+
+# --- stages -------------------------------------------------------------------------------------
 
 
 def assign(graph: fx.Graph, cuts: Sequence[Cut]) -> GraphCut:
@@ -91,7 +176,7 @@ def assign(graph: fx.Graph, cuts: Sequence[Cut]) -> GraphCut:
         PartitionError: a stage would be empty, or a value can't cross; the message lists the
             module boundaries at which the graph can be cut.
     """
-    cut = _assign(graph, cuts)
+    cut = _assign(graph, [cut.position for cut in cuts])
     empty = cut.empty_stage()
     if empty is not None:
         begin = f"{cuts[empty - 1].label!r}" if empty else "the model's beginning"
@@ -102,30 +187,30 @@ def assign(graph: fx.Graph, cuts: Sequence[Cut]) -> GraphCut:
         )
     for boundary, message in _problems(cut, _writes(graph)):
         raise PartitionError(
-            f"the model can't be cut {cuts[boundary].label!r}: {message}; {boundaries(graph)}"
+            f"the model can't be cut {cuts[boundary].label!r}: {message}; {_boundaries(graph)}"
         )
     return cut
 
 
-def _assign(graph: fx.Graph, cuts: Sequence[Cut]) -> GraphCut:
-    positions = [cut.position for cut in cuts]
+def _assign(graph: fx.Graph, positions: Sequence[int]) -> GraphCut:
     stage_of: dict[fx.Node, int] = {}
     for position, node in enumerate(n for n in graph.nodes if n.op.startswith("call")):
         if node.target is operator.getitem and node.args[0] in stage_of:
             stage_of[node] = stage_of[node.args[0]]  # only one item crosses, not all
         else:
             stage_of[node] = bisect_right(positions, position)
-    crossing: list[list[fx.Node]] = [[] for _ in cuts]
+    last = len(positions)
+    crossing: list[list[fx.Node]] = [[] for _ in positions]
     for node in graph.nodes:
         if node.op == "placeholder" or node in stage_of:
             begin = stage_of.get(node, 0)
-            end = max((stage_of.get(user, len(cuts)) for user in node.users), default=begin)
+            end = max((stage_of.get(user, last) for user in node.users), default=begin)
             for boundary in range(begin, end):
                 crossing[boundary].append(node)
-    return GraphCut(graph=graph, cuts=cuts, stage_of=stage_of, crossing=tuple(map(tuple, crossing)))
+    return GraphCut(graph=graph, stage_of=stage_of, crossing=tuple(map(tuple, crossing)))
 
 
-def boundaries(graph: fx.Graph) -> str:
+def _boundaries(graph: fx.Graph) -> str:
     """Describe, for messages, the module boundaries at which a graph can be cut in two."""
     first: dict[str, int] = {}
     end: dict[str, int] = {}
@@ -143,12 +228,10 @@ def boundaries(graph: fx.Graph) -> str:
                 labels.setdefault(position, f"{side} {name}")
     writes, valid = _writes(graph), []
     for position, label in sorted(labels.items()):
-        cut = _assign(graph, [Cut(label=label, position=position)])
+        cut = _assign(graph, [position])
         if cut.empty_stage() is None and not any(_problems(cut, writes)):
             valid.append(repr(label))
-    if not valid:
-        return "it can be cut at no boundary of a module"
-    return f"it can be cut {abbreviate(valid, most=12)}"
+    return f"it can be cut {abbreviate(valid, most=12) or 'at no boundary of a module'}"
 
 
 # --- values that can't cross --------------------------------------------------------------------
@@ -158,13 +241,16 @@ def _problems(cut: GraphCut, writes: Sequence[Write]) -> Iterator[tuple[int, str
     """The boundaries that can't be crossed, and the reason of each."""
     for boundary, nodes in enumerate(cut.crossing):
         for node in nodes:
-            for kind in filter(None, map(_refused_kind, _leaves(node.meta.get("val")))):
-                yield boundary, f"{described(node)} would cross, and a {kind} can't"
+            for leaf in _leaves(node.meta.get("val")):
+                layout = getattr(leaf, "layout", torch.strided)
+                if layout is not torch.strided or not isinstance(leaf, CAN_CROSS):
+                    kind = f"{layout} tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
+                    yield boundary, f"{described(node)} would cross, and a {kind} can't"
     for writer, aliases in writes:
         stage = cut.stage_of[writer]
         for state in (node for node in aliases if node.op == "get_attr"):
             for alias in aliases:
-                for other in {cut.stage_of.get(user, len(cut.cuts)) for user in alias.users}:
+                for other in {cut.stage_of.get(user, cut.num_stages - 1) for user in alias.users}:
                     if other != stage:
                         yield (
                             max(stage, other) - 1,
@@ -210,15 +296,6 @@ def _leaves(value: Any) -> list[Any]:
     if isinstance(value, (tuple, list)):
         return [leaf for item in value for leaf in _leaves(item)]
     return [value]
-
-
-def _refused_kind(value: Any) -> str | None:
-    """The kind of a value that can't cross; None if it can."""
-    if isinstance(value, Tensor):
-        layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-        return None if layout == "strided" else f"{layout} tensor"
-    plain = (int, float, complex, str, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
-    return None if isinstance(value, plain) else type(value).__name__
 
 
 def described(node: fx.Node) -> str:

@@ -1,4 +1,4 @@
-"""Marks of cuts: an operation in the captured graph that marks the start of a stage.
+"""Marks of cuts: an operation in the captured graph at which a stage starts.
 
 def forward(self, x):               x = self.first(x)
     x = self.first(x)               ──── pipe_split ────      a node of the graph; no work,
@@ -65,7 +65,7 @@ def pipe_split() -> None:
     MARK(HERE)
 
 
-def label_of(name: str, point: SplitPoint) -> str:
+def label_of(name: str, point: SplitPoint = SplitPoint.BEGINNING) -> str:
     """The label of the mark on one side of a module, such as ``"before layers.2"``."""
     return f"{'before' if point is SplitPoint.BEGINNING else 'after'} {name}"
 
@@ -86,12 +86,12 @@ def annotate_split_points(mod: nn.Module, spec: Mapping[str, SplitPoint]) -> Non
 @contextmanager
 def marked(model: nn.Module, spec: Mapping[str, SplitPoint]) -> Iterator[None]:
     """Mark cuts around modules within this block."""
-    handles = _register_marks(model, spec)
+    hooks = _register_marks(model, spec)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def _register_marks(model: nn.Module, spec: Mapping[str, SplitPoint]) -> list[Any]:
@@ -103,10 +103,9 @@ def _register_marks(model: nn.Module, spec: Mapping[str, SplitPoint]) -> list[An
                 "SplitPoint.END"
             )
         if not name or name not in modules:
-            hint = did_you_mean(name, (known for known in modules if known))
             raise PartitionError(
-                f"split point {name!r} is no module of the {type(model).__name__}{hint}; name one "
-                "of its named_modules()"
+                f"split point {name!r} is no module of the {type(model).__name__}"
+                f"{did_you_mean(name, filter(None, modules))}; name one of its named_modules()"
             )
     return [_register_mark(modules[name], label_of(name, p), p) for name, p in spec.items()]
 

@@ -13,26 +13,31 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import fx, nn
 
+from penstock._torch_compat import children_of, has_no_forward
 from penstock.compat.traced_stage import TracedStage, build_stage
 from penstock.errors import PartitionError
 from penstock.partition.export.capture import CONSTANTS, Captured, capture
-from penstock.partition.export.graph_cut import GraphCut, assign, described, take_marks
-from penstock.partition.export.markers import SplitPoint, marked
-from penstock.partition.export.places import (
-    Places,
-    places_of_counts,
-    places_of_names,
-    places_of_points,
+from penstock.partition.export.graph_cut import (
+    Cut,
+    GraphCut,
+    all_cuts,
+    assign,
+    cuts_at_counts,
+    cuts_at_names,
+    described,
+    take_marks,
 )
+from penstock.partition.export.markers import SplitPoint, marked
 from penstock.partition.export.stage_module import StageModule, build_modules
 from penstock.partition.huggingface import install_hooks
 from penstock.partition.plan import Plan
@@ -45,12 +50,13 @@ logger = logging.getLogger(__name__)
 
 # A function from the captured graph to one with calls of ``pipe_split``.
 SplitPolicy: TypeAlias = Callable[[fx.GraphModule], fx.GraphModule]
+# A function that chooses the cuts among the marks in a graph.
+Choice: TypeAlias = Callable[[Sequence[Cut]], Sequence[Cut]]
 
 
 @dataclass(frozen=True, slots=True)
 class PipeInfo:
-    """Facts of a pipe that its stages need: those of ``Pipe``, and ``graph``, whose ``call_module``
-    nodes are the stages."""
+    """Facts of a ``Pipe`` for its stages; these are the ``call_module`` nodes of ``graph``."""
 
     graph: fx.Graph
     num_stages: int
@@ -70,8 +76,7 @@ class Pipe(nn.Module):
     Attributes:
         shared: for each parameter shared by several stages (such as embedding and head), its name
             by stage, as for ``Pipeline(shared=)``.
-        crossing: for each boundary, the values that cross it: names with dtype, shape and
-            module.
+        crossing: for each boundary, the values that cross it: names with dtype, shape and module.
     """
 
     def __init__(
@@ -91,9 +96,10 @@ class Pipe(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages in turn, with the result of the original model."""
-        values = self.get_stage_module(0)(*args, **kwargs)
-        for stage in range(1, self.num_stages):
-            values = self.get_stage_module(stage)(*values)
+        first, *later = (self.get_stage_module(i) for i in range(self.num_stages))
+        values = first(*args, **kwargs)
+        for module in later:
+            values = module(*values)
         return values
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
@@ -117,15 +123,14 @@ class Pipe(nn.Module):
 
     def info(self) -> PipeInfo:
         """Facts of the pipe for its stages, without parameters."""
-        return PipeInfo(
-            self.split_gm.graph, self.num_stages, self.has_loss_and_backward, self.shared
-        )
+        has_backward = self.has_loss_and_backward
+        return PipeInfo(self.split_gm.graph, self.num_stages, has_backward, self.shared)
 
     def print_readable(self) -> None:
         """Print the stages' code."""
         for stage in range(self.num_stages):
             module: Any = self.get_stage_module(stage)
-            module.print_readable()
+            module.graph_module.print_readable()
 
     @staticmethod
     def from_tracing(
@@ -188,8 +193,7 @@ def pipeline(
     """
     if split_spec and split_policy:
         raise PartitionError("split_spec and split_policy are both given; use either")
-    places = places_of_points(split_spec or {})
-    return _pipe_at(places, module, mb_args, mb_kwargs, split_policy)
+    return _pipe_at(split_spec or {}, None, module, mb_args, mb_kwargs, split_policy)
 
 
 def pipeline_of(
@@ -204,63 +208,60 @@ def pipeline_of(
             requested.
     """
     split = SplitSpec() if split is None else split.resolve(model)
+    names: Iterable[str] = split.starts
+    choose: Choice | None = None
     if split.counts:
-        places = places_of_counts(model, split)
+        first: dict[nn.Module, str] = {}
+        names = [first.setdefault(model.get_submodule(name), name) for name in split.blocks]
+        choose = partial(cuts_at_counts, blocks=names, counts=split.counts)
     elif split.stages:
         Plan(stages=split.stages).check(model)
-        places = places_of_names(model, split.stages)
-    else:
-        places = places_of_points(dict.fromkeys(split.starts, SplitPoint.BEGINNING))
-    pipe = _pipe_at(places, model, args, kwargs)
-    _check_stages(model, pipe, split.stages)
-    return pipe
+        stages = [[*_called(model, stage)] for stage in split.stages]
+        names = itertools.chain(*stages)
+        choose = partial(cuts_at_names, stages=stages)
+    return _pipe_at(dict.fromkeys(names, SplitPoint.BEGINNING), choose, model, args, kwargs)
 
 
-def _check_stages(model: nn.Module, pipe: Pipe, stages: Sequence[Sequence[str]]) -> None:
-    """Refuse names whose parameters are used in another stage."""
-    params = dict(model.named_parameters(remove_duplicate=False))
-    used: dict[int, set[int]] = {}
-    for stage in range(pipe.num_stages):
-        module: Any = pipe.get_stage_module(stage)
-        for name in module.names_used() & set(params):
-            used.setdefault(id(params[name]), set()).add(stage)
-    for stage, names in enumerate(stages):
-        for param, name in itertools.product(params, names):
-            where = used.get(id(params[param]), {stage})
-            if f"{param}.".startswith(f"{name}.") and stage not in where:
-                raise PartitionError(
-                    f"{name} is named in stage {stage}, but runs in stage {min(where)} of the "
-                    "captured graph, which is cut where the first module of each stage runs; name "
-                    "modules in the order in which they run"
-                )
+def _called(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
+    """The modules among ``names``; lists are never called, so their members replace them."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in names:
+        module = modules.get(name)
+        if module is not None and has_no_forward(module):
+            yield from _called(model, [f"{name}.{child}" for child in children_of(module)])
+        elif module is not None:
+            yield name
 
 
 # --- capturing and cutting ----------------------------------------------------------------------
 
 
 def _pipe_at(
-    places: Places,
+    points: Mapping[str, SplitPoint],
+    choose: Choice | None,
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
     policy: SplitPolicy | None = None,
 ) -> Pipe:
+    """Capture a model with marks at ``points``; cut it at those chosen, or at all if None."""
+
     def capture_and_cut() -> tuple[Captured, GraphCut]:
-        with marked(model, places.points):
+        with marked(model, points):
             captured = capture(model, args, kwargs)
         graph = captured.graph if policy is None else _apply_policy(model, captured, policy)
-        return captured, assign(graph, places.choose(graph, take_marks(graph)))
+        marks = take_marks(graph)
+        return captured, assign(graph, choose(marks) if choose else all_cuts(graph, marks, points))
 
     install_hooks(model)  # otherwise the first call would do it in the middle of the capture
     captured, cut = capture_and_cut()
-    modes = {model.training: (captured, cut)}
-    if captured.form.output.dropped:
+    modes, missing = {model.training: (captured, cut)}, ""
+    if dropped := captured.form.output.dropped:
         logger.warning(
             "the output of %s holds %s, which no stage can pass on: None takes their place",
             type(model).__name__,
-            ", ".join(captured.form.output.dropped),
+            ", ".join(dropped),
         )
-    missing = ""
     try:
         with _other_mode(model):
             other = capture_and_cut()
@@ -308,9 +309,9 @@ def _split_gm(
     args: Any = tuple(graph.placeholder(f"arg_{i}") for i in range(num_args))
     kwargs: dict[str, Any] = {name: graph.placeholder(name) for name in names}
     result = graph.call_module("submod_pp_0", args, kwargs)
-    for stage in range(1, len(modules)):
-        received = range(len(cut.crossing[stage - 1]))
-        args = tuple(graph.call_function(operator.getitem, (result, i)) for i in received)
+    for stage, received in enumerate(cut.crossing, start=1):
+        places = range(len(received))
+        args = tuple(graph.call_function(operator.getitem, (result, i)) for i in places)
         result = graph.call_module(f"submod_pp_{stage}", args)
     graph.output(result)
     root = {f"submod_pp_{i}": module for i, module in enumerate(modules)}

@@ -31,7 +31,7 @@ __all__ = ["StageModule", "build_modules"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageCode:
-    """The code of one stage in one mode; holds no state.
+    """The code of one stage in one mode; holds no state, so that copies of a stage share it.
 
     Args:
         graph: the stage's subgraph, as a module whose ``forward`` runs on any module with the
@@ -102,35 +102,14 @@ class StageModule(nn.Module):
             results = type(code.graph).forward(self, regions, *values)
         return results if code.assemble is None else code.assemble(results)
 
-    def attach(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
-        """Register a parameter or buffer of the model under its name there."""
-        *path, last = name.split(".")
-        owner: nn.Module = self
-        for part in path:
-            if part not in children_of(owner):
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        if isinstance(tensor, nn.Parameter):
-            owner.register_parameter(last, tensor)
-        else:
-            owner.register_buffer(last, tensor, persistent=persistent)
-
     def names_used(self) -> set[str]:
         """The names of the parameters, buffers and constants that its graphs use."""
         nodes = (node for code in self._codes.values() for node in code.graph.graph.nodes)
         return {str(node.target) for node in nodes if node.op == "get_attr"}
 
     @property
-    def graph(self) -> fx.Graph:
-        """The graph of the current mode."""
-        return self._graph_module.graph
-
-    def print_readable(self, print_output: bool = True) -> str:
-        """Return the current mode's code, and print it if ``print_output``."""
-        return self._graph_module.print_readable(print_output)
-
-    @property
-    def _graph_module(self) -> fx.GraphModule:
+    def graph_module(self) -> fx.GraphModule:
+        """The graph and code of the current mode, or of the only one."""
         return (self._codes.get(self.training) or next(iter(self._codes.values()))).graph
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StageModule:
@@ -160,9 +139,7 @@ def build_modules(
     ``missing`` is the reason why one of the two is missing.
     """
     [num_stages] = {cut.num_stages for _, cut in modes.values()}
-    constants: dict[str, Any] = {}
-    for captured, _ in modes.values():
-        constants |= captured.constants
+    constants = {n: c for captured, _ in modes.values() for n, c in captured.constants.items()}
     has_loss = any(captured.form.output.has_loss for captured, _ in modes.values())
     modules = []
     for index in range(num_stages):
@@ -174,21 +151,15 @@ def build_modules(
 
 
 def _stage_code(captured: Captured, cut: GraphCut, index: int) -> StageCode:
-    graph = _stage_graph(cut, index)
-    targets = (node.target for node in graph.nodes if node.op == "get_attr")
-    module = fx.GraphModule(dict.fromkeys(targets), graph, f"Stage{index}")
-    form, last = captured.form, index == cut.num_stages - 1
+    graph, form = _stage_graph(cut, index), captured.form
+    names = (node.target for node in graph.nodes if node.op == "get_attr")
+    # torch.compile has pytrees of its own.
+    plain: Callable[..., Any] = torch.compiler.disable
     return StageCode(
-        graph=module,
-        read=_uncompiled(form.tensors) if index == 0 else None,
-        assemble=_uncompiled(form.output.assemble) if last else None,
+        graph=fx.GraphModule(dict.fromkeys(names), graph, f"Stage{index}"),
+        read=plain(form.tensors) if index == 0 else None,
+        assemble=plain(form.output.assemble) if index == cut.num_stages - 1 else None,
     )
-
-
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, excluded from torch.compile, which has pytrees of its own."""
-    plain: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return plain
 
 
 def _stage_graph(cut: GraphCut, index: int) -> fx.Graph:
@@ -199,9 +170,9 @@ def _stage_graph(cut: GraphCut, index: int) -> fx.Graph:
     """
     graph = fx.Graph()
     stack = graph.placeholder("regions")
-    placeholders = [node for node in cut.graph.nodes if node.op == "placeholder"]
+    received = cut.crossing[index - 1] if index else cut.graph.find_nodes(op="placeholder")
     env: dict[fx.Node, fx.Node] = {}
-    for node in cut.crossing[index - 1] if index else placeholders:
+    for node in received:
         env[node] = graph.placeholder(node.name)
         env[node].meta = dict(node.meta)
 
@@ -229,21 +200,26 @@ def _stage_graph(cut: GraphCut, index: int) -> fx.Graph:
 
 
 def _attach_state(model: nn.Module, modules: Sequence[StageModule]) -> None:
-    """Attach every parameter and buffer to the stages that use it.
+    """Attach every parameter and buffer to the stages that use it, under its name in the model.
 
     An unused name goes with its tensor's used names, if any, else with the name before it.
     """
     used = [module.names_used() for module in modules]
     persistent = set(model.state_dict(keep_vars=True))
-    names = names_by_tensor(model)
-    stages_of = {
-        name: [stage for stage, mine in enumerate(used) if name in mine]
-        for name in named_tensors(model)
-    }
-    last = 0
-    for name, tensor in named_tensors(model).items():
-        aliases = [stage for alias in names[id(tensor)] for stage in stages_of[alias]]
-        stages = stages_of[name] or aliases[:1] or [last]
-        for stage in stages:
-            modules[stage].attach(name, tensor, persistent=name in persistent)
-        last = stages[0]
+    tensors, aliases = named_tensors(model), names_by_tensor(model)
+    stages_of = {name: [i for i, own in enumerate(used) if name in own] for name in tensors}
+    stages = [0]
+    for name, tensor in tensors.items():
+        elsewhere = [i for alias in aliases[id(tensor)] for i in stages_of[alias]]
+        stages = stages_of[name] or elsewhere[:1] or stages[:1]
+        for module in (modules[i] for i in stages):
+            *path, last = name.split(".")
+            owner: nn.Module = module
+            for part in path:
+                if part not in children_of(owner):
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            if isinstance(tensor, nn.Parameter):
+                owner.register_parameter(last, tensor)
+            else:
+                owner.register_buffer(last, tensor, persistent=name in persistent)
