@@ -1,7 +1,6 @@
 """Every private name of torch that Penstock uses, and why public torch does not suffice.
 
-Every entry was seen on torch 2.11, 2.13, 2.14 and 2.15 (``SEEN`` of ``tests/test_torch.py``). No
-other module uses private names of torch.
+All were seen on torch 2.11, 2.13, 2.14 and 2.15 (``SEEN`` of ``tests/test_torch.py``).
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -38,44 +38,31 @@ if TYPE_CHECKING:
 # -------------------- tensors and modules --------------------
 
 
-def version_of(tensor: Tensor) -> int:
-    """The number of in-place writes to ``tensor``'s storage; torch has no public counter."""
-    return tensor._version
+# The number of in-place writes to a tensor's storage, which has no public counter.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
 
+# Differentiable views: torch has no public test, and no public way to a view's base.
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
+view_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 
-def is_view(tensor: Tensor) -> bool:
-    """True if ``tensor`` is a differentiable view; torch has no public test."""
-    return tensor._is_view()
+# False for a zero tensor without memory, as tangents may be; torch has no public test.
+is_zero_tensor: Callable[[Tensor], bool] = methodcaller("_is_zerotensor")
 
+# The registries of a module's own entries; the public ``named_*`` omit None and repeated entries.
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+registries: Callable[[nn.Module], tuple[dict[str, Any], ...]] = attrgetter(
+    "_parameters", "_buffers"
+)
 
-def view_base(tensor: Tensor) -> Tensor | None:
-    """The base tensor of a view; torch has no public way to it."""
-    return tensor._base
-
-
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The registry of submodules; ``named_children`` omits None and repeated modules."""
-    return module._modules
+# Hooks of a parameter after the accumulation of its gradient, and of DDP before communication.
+grad_hooks_of: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
+comm_hooks_of: Callable[[DistributedDataParallel], list[Any]] = attrgetter("_comm_hooks")
 
 
 def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The direct children with their names; a module registered twice appears twice."""
-    return [(name, child) for name, child in module._modules.items() if child is not None]
-
-
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The registry of own parameters; ``named_parameters`` omits None and repeated ones."""
-    return module._parameters
-
-
-def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The registry of own buffers; ``named_buffers`` omits None and repeated ones."""
-    return module._buffers
-
-
-def registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The registries of a module's own parameters and buffers."""
-    return module._parameters, module._buffers
+    return [(name, child) for name, child in children_of(module).items() if child is not None]
 
 
 # -------------------- stages and the deferral of weight gradients --------------------
@@ -101,31 +88,34 @@ _interpreters = torch._C._functorch.peek_interpreter_stack
 
 def is_compiled(module: nn.Module) -> bool:
     """True if ``module`` is the wrapper that ``torch.compile`` returns; its class is private."""
-    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
+    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in children_of(module)
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """True if ``module.compile()`` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 class CompiledCall:
-    """A call of a module compiled by ``torch.compile``, to be wrapped in a context for a time.
+    """The call of a compiled module, for a time replaced by ``run(compiled, args, kwargs)``.
 
-    No public hook surrounds a compiled call, which is ``_compiled_call_impl`` of a module compiled
-    in place, and ``forward`` of the wrapper that ``torch.compile`` returns.
+    No public hook surrounds a compiled call: hooks of a module compiled in place are compiled too.
     """
 
-    def __init__(self, module: nn.Module, outside: Callable[[], Any]) -> None:
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         self._attributes = vars(module)
         self._name = "forward" if is_compiled(module) else "_compiled_call_impl"
-        compiled = self._attributes[self._name]
+        self._compiled = compiled = self._attributes[self._name]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():  # inlined into another compiled function
                 return compiled(*args, **kwargs)
-            with outside():
-                return compiled(*args, **kwargs)
+            return run(compiled, args, kwargs)
 
-        self._compiled, self._call = compiled, call
+        self._call = call
 
     def replace(self) -> None:
-        """Wrap the call in the context from now on."""
+        """Replace the call from now on."""
         self._attributes[self._name] = self._call
 
     def restore(self) -> None:
@@ -133,52 +123,26 @@ class CompiledCall:
         self._attributes[self._name] = self._compiled
 
 
-def compiled_calls(module: nn.Module, outside: Callable[[], Any]) -> list[CompiledCall]:
+def compiled_calls(module: nn.Module, run: Callable[..., Any]) -> list[CompiledCall]:
     """The calls of a module's outermost compiled submodules."""
-    if is_compiled(module) or getattr(module, "_compiled_call_impl", None) is not None:
-        return [CompiledCall(module, outside)]
-    return [call for _, child in children(module) for call in compiled_calls(child, outside)]
-
-
-@contextmanager
-def around_compiled(
-    module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]
-) -> Iterator[bool]:
-    """Call hooks around a module compiled in place; yields False for any other module.
-
-    ``nn.Module.compile`` compiles public hooks into ``_compiled_call_impl``.
-    """
-    compiled = module._compiled_call_impl
-    if compiled is None:
-        yield False
-        return
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        before(module, args, kwargs)
-        output = compiled(*args, **kwargs)
-        after(module, args, output)
-        return output
-
-    module._compiled_call_impl = call
-    try:
-        yield True
-    finally:
-        module._compiled_call_impl = compiled
+    if is_compiled(module) or is_compiled_in_place(module):
+        return [CompiledCall(module, run)]
+    return [call for _, child in children(module) for call in compiled_calls(child, run)]
 
 
 @contextmanager
 def without_modes(kind: type) -> Iterator[None]:
     """Remove the function modes of one class within a block; torch can only disable all."""
-    modes = [pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    modes = [pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]
     others = [mode for mode in modes if not isinstance(mode, kind)]
-    for mode in reversed(others):
+    for mode in others:
         push_mode(mode)
     try:
         yield
     finally:
         for _ in others:
             pop_mode()
-        for mode in reversed(modes):
+        for mode in modes:
             push_mode(mode)
 
 
@@ -187,9 +151,9 @@ def without_hooks(*leaves: Tensor) -> Iterator[None]:
     """Disable the gradient hooks of these leaves within a block; torch does not list hooks."""
     hooks = ((leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves)
     removed = [(each, dict(each)) for both in hooks for each in both if each]
-    for each, _ in removed:
-        each.clear()
     try:
+        for each, _ in removed:
+            each.clear()
         yield
     finally:
         for each, items in removed:
@@ -217,8 +181,7 @@ def saved_through(
 ) -> Iterator[None]:
     """Pass the tensors that autograd saves through hooks.
 
-    Raises ``refused`` under ``torch.func`` transforms, which forbid hooks: torch's own error can be
-    recognized only by its text.
+    Raises ``refused`` under ``torch.func``, which forbids hooks, in an error without a type.
     """
     try:
         with saved_tensors_hooks(pack, unpack):
@@ -237,11 +200,6 @@ def deferrable_now() -> bool:
 def in_transform(value: object) -> bool:
     """True if ``value`` is a wrapper tensor of a ``torch.func`` transform; no public test."""
     return isinstance(value, Tensor) and torch._C._functorch.is_gradtrackingtensor(value)
-
-
-def has_memory(tensor: Tensor) -> bool:
-    """False for a zero tensor without memory, as tangents may be; torch has no public test."""
-    return not tensor._is_zerotensor()
 
 
 class ObserverLast(dict[Any, Callable[..., Any]]):
@@ -358,11 +316,6 @@ def _replicate_state(module: ComposableDdp) -> Any:
     return replicate.state(module)  # type: ignore[arg-type]
 
 
-def has_comm_hook(module: DistributedDataParallel) -> bool:
-    """True if a communication hook is registered, which DDP does not expose."""
-    return bool(module._comm_hooks)
-
-
 def broadcast_ddp_buffers(module: DistributedDataParallel) -> None:
     """Broadcast the first replica's buffers; DDP itself does in every forward."""
     module._sync_buffers()  # type: ignore[no-untyped-call]
@@ -424,11 +377,6 @@ def _fsdp_groups(state: Any) -> list[Any]:
 # -------------------- the runtime and process groups --------------------
 
 
-def has_grad_hooks(param: Tensor) -> bool:
-    """True if ``param`` has post-accumulate-grad hooks, which torch does not list publicly."""
-    return bool(getattr(param, "_post_accumulate_grad_hooks", None))
-
-
 def is_lost_connection(error: BaseException | None) -> bool:
     """True if a process is unreachable; Gloo's RuntimeErrors are recognizable only by text."""
     from_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
@@ -450,10 +398,9 @@ def make_group(
 ) -> dist.ProcessGroup:
     """Create a group of some processes without a call on the others.
 
-    The public ``new_group`` sorts the ranks, and names groups by the number of groups of this
-    process, which may differ between ranks. If the default group is bound to a device, it splits
-    that group's communicator in a call that all processes must join; ``bound_device_id`` is
-    therefore cleared for the call. ``name`` is unique, and the same on each of the processes.
+    ``name`` is unique, and the same on each of the processes. The public ``new_group`` sorts ranks
+    and numbers groups by process. Of a default group that is bound to a device, torch would split
+    the communicator, a call that all processes must join; so ``bound_device_id`` is cleared.
     """
     world = dist.group.WORLD
     assert world is not None, "there is a pipeline's group"
@@ -461,40 +408,24 @@ def make_group(
     bound, world.bound_device_id = world.bound_device_id, None
     try:
         made, _ = distributed_c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(world.rank()),
-            list(ranks),
-            dist.Backend(backend),
-            store,
+            *(len(ranks), ranks.index(world.rank()), list(ranks), dist.Backend(backend), store),
             group_name=distributed_c10d.GroupName(name),
             timeout=timedelta(seconds=timeout_s),
             group_desc="penstock",
         )
     finally:
         world.bound_device_id = bound
-    numbers = {process: number for number, process in enumerate(ranks)}
-    distributed_c10d._world.pg_group_ranks[made] = numbers
+    distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     assert isinstance(made, dist.ProcessGroup)
     return made
 
 
 # -------------------- cutting models by module --------------------
-# Torch has no public way to copy a module without its parameters, to query an operation's mutated
-# arguments and randomness, or to make a tensor without memory on a named device.
 
-# The registries of a module's hooks, which a copy must not share.
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-
-# All registries that a copy must not share.
-REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS)
+# The registries of a module's hooks, and all registries, which a copy must not share.
+_BLANK = vars(nn.Module())
+HOOKS = tuple(name for name in _BLANK if "ward_" in name and "hooks" in name)
+REGISTRIES = tuple(name for name, value in _BLANK.items() if isinstance(value, (dict, set)))
 
 # The prefix of the numbered attribute in which FSDP2 and replicate store their state on a module.
 WRAPPERS_STATE = "__composable_api_state_key_"
@@ -534,9 +465,7 @@ def shallow_copy_module(module: nn.Module) -> nn.Module:
     """
     made: nn.Module = object.__new__(type(module))
     attributes = dict(vars(module))
-    for name in REGISTRIES:
-        if name in attributes:
-            attributes[name] = attributes[name].copy()
+    attributes |= {n: attributes[n].copy() for n in REGISTRIES if n in attributes}
     object.__setattr__(made, "__dict__", attributes)
     return made
 
@@ -546,7 +475,7 @@ def fused_by(module: nn.Module) -> str | None:
 
     A copy of a compiled module would run the original. Only private attributes mark it.
     """
-    compiled = getattr(module, "_compiled_call_impl", None) is not None or is_compiled(module)
+    compiled = is_compiled_in_place(module) or is_compiled(module)
     functions = [value for value in vars(module).values() if callable(value)]
     if compiled or any(hasattr(each, "_torchdynamo_orig_callable") for each in functions):
         return "torch.compile"
@@ -561,10 +490,7 @@ def run_uncompiled(copy: nn.Module) -> None:
 
 
 def without_torch_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``func`` without ``__torch_function__``; ``__torch_dispatch__`` stays active.
-
-    Torch's guide to subclasses documents the name.
-    """
+    """Call ``func`` without ``__torch_function__``, as torch's guide to subclasses documents."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
@@ -617,17 +543,14 @@ def by_positions(func: Any, args: tuple[Any, ...], has_value: Callable[[Tensor],
 
 
 def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if an ATen call draws random numbers.
-
-    Attention is tagged as random regardless of its dropout, an argument found in the schema.
-    """
+    """True if an ATen call draws random numbers; attention draws them only for its dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            chance = args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(chance != 0)
-    return True
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return bool(given.get("dropout_p", 0) != 0)
 
 
 def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -635,12 +558,10 @@ def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    found: list[Any] = []
-    for i, argument in enumerate(schema.arguments):
-        if argument.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += value if isinstance(value, (list, tuple)) else [value]
-    return [value for value in found if value is not None]
+    given = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
+    found = [given.get(each.name) for each in schema.arguments if each.is_write]
+    lists = [value if isinstance(value, (list, tuple)) else [value] for value in found]
+    return [value for values in lists for value in values if value is not None]
 
 
 def autocast_state(device: torch.device) -> tuple[Any, ...]:
@@ -652,11 +573,15 @@ def autocast_state(device: torch.device) -> tuple[Any, ...]:
 
 
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parent.parent)
-# Functions of torch that inspect the graph on behalf of user code.
-_GRAPH = str(Path(torch.__file__).parent / "autograd" / "graph.py")
-_GRAD_FN: Any = torch._C.TensorBase.grad_fn
-_GETTER = type(_GRAD_FN.__get__)
+_OURS = str(Path(__file__).parent)
+_READ_GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
+
+
+_HOOKING = {Tensor.register_hook: "registers a hook on a tensor"}
+_DIFFERENTIATING = {
+    torch.autograd.grad: "takes gradients by torch.autograd.grad()",
+    Tensor.backward: "takes gradients by Tensor.backward()",
+}
 
 
 class HookWatch(TorchFunctionMode):
@@ -665,21 +590,25 @@ class HookWatch(TorchFunctionMode):
     Hooks on graph nodes can't be observed, but registering one requires reading ``grad_fn``.
     """
 
-    def __init__(self, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, report: Callable[[str], None], watched: Mapping[Any, str] = _HOOKING
+    ) -> None:
         self._report = report
+        self._watched = watched
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run ``func`` and report it if it registers a hook or reads ``grad_fn``."""
-        if func is Tensor.register_hook:
-            self._report("registers a hook on a tensor")
-        elif type(func) is _GETTER and func.__self__ is _GRAD_FN:
+        """Run ``func`` and report it if it is watched, or if user code reads ``grad_fn``."""
+        if func in self._watched:
+            self._report(self._watched[func])
+        elif func == _READ_GRAD_FN:
             frame: Any = sys._getframe(1)
             while frame.f_code.co_name == "__torch_function__":  # a frame of another mode
                 frame = frame.f_back
-            helps = frame.f_code.co_filename == _GRAPH
-            while frame.f_code.co_filename == _GRAPH:
+            # Functions of this module inspect the graph on behalf of their callers.
+            helps = frame.f_code.co_filename == torch.autograd.graph.__file__
+            while frame.f_code.co_filename == torch.autograd.graph.__file__:
                 frame = frame.f_back
             if not frame.f_code.co_filename.startswith(_OURS if helps else (_TORCH, _OURS)):
                 self._report("reads a tensor's grad_fn")
@@ -693,15 +622,15 @@ class HookWatch(TorchFunctionMode):
 def in_function_forward() -> bool:
     """True if the caller runs within the forward of a user's or torch's autograd function.
 
-    Such a function builds its own graph in its backward, or none. Torch has no query for this, so
-    that the stack frames are inspected.
+    Such a function builds its own graph in its backward, or none. Torch has no query for this: the
+    stack shows it, up to the frames outside of the model's code.
     """
     frame: Any = sys._getframe(1)
     ours = True
     while frame is not None:
         was, ours = ours, frame.f_code.co_filename.startswith(_OURS)
         if ours and not was:
-            return False  # frames outside the model's code are irrelevant
+            return False
         first = next(iter(frame.f_code.co_varnames), "")
         if isinstance(frame.f_locals.get(first), torch.autograd.function.FunctionCtx):
             return True
@@ -720,27 +649,12 @@ def is_metadata_assert(target: Any) -> bool:
     return target is torch.ops.aten._assert_tensor_metadata.default
 
 
-class GradientWatch(HookWatch):
-    """A ``HookWatch`` that also reports gradients taken by ``autograd.grad`` and ``backward``."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run ``func`` and report it if it takes gradients or concerns hooks."""
-        if func is torch.autograd.grad:
-            self._report("takes gradients by torch.autograd.grad()")
-        if func is Tensor.backward:
-            self._report("takes gradients by Tensor.backward()")
-        return super().__torch_function__(func, types, args, kwargs)
-
-
 @contextmanager
 def refusing(refuse: Callable[[str], None]) -> Iterator[None]:
     """Call ``refuse`` when code in this block does something that torch.export silently drops.
 
     Dropped are hooks on tensors, gradients taken inside a forward, and the backward of a user's
-    ``autograd.Function``. The last passes no mode, so ``Function.apply`` is replaced within the
-    block.
+    ``autograd.Function``. No mode sees the last: ``Function.apply`` is replaced within the block.
     """
     function: Any = torch.autograd.Function
     apply = function.__dict__["apply"]
@@ -752,7 +666,7 @@ def refusing(refuse: Callable[[str], None]) -> Iterator[None]:
 
     function.apply = classmethod(checked)
     try:
-        with GradientWatch(refuse):
+        with HookWatch(refuse, _HOOKING | _DIFFERENTIATING):
             yield
     finally:
         function.apply = apply
@@ -770,32 +684,32 @@ def shape_check(
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
-    codes = []
+    conditions = []
     for i, input_name in enumerate(program.graph_signature.user_inputs):
         shape, leaf = nodes[input_name].meta["val"].shape, f"L['{argument}'][{i}]"
-        codes.append(f"{leaf}.dim() == {len(shape)}")
+        conditions.append(f"{leaf}.dim() == {len(shape)}")
         for dim, size in enumerate(shape):
             known = program.range_constraints.get(None if isinstance(size, int) else size.node.expr)
             if isinstance(size, int):
-                codes.append(f"{leaf}.size()[{dim}] == {size}")
+                conditions.append(f"{leaf}.size()[{dim}] == {size}")
             elif known is not None:
-                codes.append(f"{known.lower} <= {leaf}.size()[{dim}] <= {known.upper}")
+                conditions.append(f"{known.lower} <= {leaf}.size()[{dim}] <= {known.upper}")
     # A guard about the base of an example that is a view says nothing of other inputs.
-    codes += [code for code in program._guards_code if "._base." not in code]
-    guards = [(compile(code, "<guard>", "eval"), code) for code in codes]
+    conditions += [code for code in program._guards_code if "._base." not in code]
+    compiled = [compile(condition, "<guard>", "eval") for condition in conditions]
 
     def check(tensors: Sequence[Tensor]) -> str | None:
         scope = {**SYMPY_INTERP, "L": {argument: tensors}, "int_oo": float("inf")}
-        wanted = next((code for compiled, code in guards if not eval(compiled, scope)), None)
-        if wanted is None:
+        pairs = zip(conditions, compiled, strict=True)
+        unmet = next((text for text, code in pairs if not eval(code, scope)), None)
+        if unmet is None:
             return None
         for i, name in enumerate(names):
-            wanted = wanted.replace(f"L['{argument}'][{i}]", name).replace(".size()", ".shape")
-        pairs = zip(names, tensors, strict=True)
-        found = ", ".join(f"{name}: {tuple(tensor.shape)}" for name, tensor in pairs)
+            unmet = unmet.replace(f"L['{argument}'][{i}]", name).replace(".size()", ".shape")
+        shapes = (f"{n}: {tuple(tensor.shape)}" for n, tensor in zip(names, tensors, strict=True))
         return (
-            f"the inputs are {found}, but the model was captured for {wanted}; capture it with an "
-            "example of these shapes"
+            f"the inputs are {', '.join(shapes)}, but the model was captured for {unmet}; capture "
+            "it with an example of these shapes"
         )
 
     return check

@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import BoundaryError, PartitionError, SplitPoint, StageError, pipe_split, pipeline
+from penstock import (
+    BoundaryError,
+    PartitionError,
+    Pipeline,
+    SplitPoint,
+    StageError,
+    pipe_split,
+    pipeline,
+)
 from penstock.partition.export.graph_cut import Cut, assign
 from penstock.partition.forward.by_module import split_by_module
 from tests.partition.capturing import Pair, cuts_before
@@ -477,6 +485,27 @@ def test_a_size_that_the_code_takes_the_root_of() -> None:
     assert torch.equal(cut(x), model(x))
     with pytest.raises(BoundaryError, match=r"captured for math\.trunc\(.*x\.shape\[1\]\).* == 2"):
         cut(torch.ones(3, 9, 4))
+
+
+def test_sizes_that_can_not_be_open_are_refused() -> None:
+    """They are never fixed behind the user's back; int(size) fixes one in the model's own code."""
+    scales = {3: 0.5, 6: 2.0}
+
+    def compute(model: Of, x: Tensor) -> Any:
+        length = x.size(1) if model.training else int(x.size(1))
+        return model.layers[1](model.layers[0](x) * scales[length])
+
+    example = (torch.ones(2, 3, 4),)
+    with pytest.raises(PartitionError, match=r"can't be captured .*SymInt; .* pass int\(size\)"):
+        pipeline(Of(compute), example, split_spec=cuts_before("layers.1"))
+    with pytest.raises(PartitionError, match=r"can't be captured"):
+        Pipeline(Of(compute), example=example, ranks=2, loss_fn=torch.sum, method="export")
+    model = Of(compute).eval()
+    cut = pipeline(model, example, split_spec=cuts_before("layers.1"))
+    x = torch.ones(5, 3, 4)
+    assert torch.equal(cut(x), model(x))
+    with pytest.raises(BoundaryError, match=r"captured for .*shape\[1\] == 3"):
+        cut(torch.ones(5, 6, 4))
 
 
 def test_tensors_in_an_object_are_not_built_in() -> None:

@@ -136,6 +136,29 @@ def test_reentrant_checkpoints_are_refused_before_the_first_step() -> None:
     split_by_module(Reentrant().eval(), [2, 2], (X[:2],))
 
 
+class FrozenReentrant(NetBase):
+    """One frozen block in a checkpoint that makes a graph of its own in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for i, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=True) if i == 1 else block(x)
+        return self.head(x)
+
+
+def test_a_frozen_module_in_a_reentrant_checkpoint_is_refused_where_its_result_crosses() -> None:
+    """The gradient of its input would be lost; within one stage it is passed on."""
+    model = FrozenReentrant()
+    model.blocks[1].requires_grad_(False)
+    told = r"blocks\.1 is called within an autograd function.* crosses .*use use_reentrant=False"
+    with pytest.raises(NotByModule, match=told):
+        split_by_module(model, [2, 2], (X[:2],))
+    pipe = Pipeline(model, loss_fn=square, split=[2, 2], n_microbatches=4)
+    with pytest.raises(PartitionError, match=told):
+        pipe.step(X)
+    trains_alike(model, split=[1, 3])
+
+
 class InPairs(NetBase):
     """Two blocks in each checkpoint."""
 

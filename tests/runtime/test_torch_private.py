@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock._torch_compat import (
-    has_grad_hooks,
+    grad_hooks_of,
     is_lost_connection,
     make_group,
     profiler_is_on,
@@ -21,11 +21,11 @@ from penstock.testing.processes import run_ranks
 
 def test_hooks_on_accumulated_gradients() -> None:
     param = nn.Parameter(torch.ones(2))
-    assert not has_grad_hooks(param)
+    assert not grad_hooks_of(param)
     hook = param.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
-    assert has_grad_hooks(param)
+    assert grad_hooks_of(param)
     hook.remove()
-    assert not has_grad_hooks(param)
+    assert not grad_hooks_of(param)
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")

@@ -132,7 +132,7 @@ class _Ddp(Replicas):
             self._ddp = self._ddp or _torch_compat.ddp_within(self._module)
             self.groups = (self._ddp.process_group,)
         ddp = self._ddp
-        if _torch_compat.has_comm_hook(ddp):
+        if _torch_compat.comm_hooks_of(ddp):
             raise StageError(
                 "a stage in DDP has a communication hook (register_comm_hook), which a pipeline "
                 "can't call; leave it out, or shard the stage by fully_shard"

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock._torch_compat import has_grad_hooks
+from penstock._torch_compat import grad_hooks_of
 from penstock.errors import PartitionError, StageError
 from penstock.parallel.data_parallel import in_buckets
 from penstock.partition.plan import abbreviate
@@ -243,7 +243,7 @@ class SharedParams:
         for shared in self._shared:
             # Autograd sums over the stages of one rank in stage order.
             is_partial = shared.is_summed or shared.key[0] < self._num_ties
-            if is_partial and any(map(has_grad_hooks, shared.tensors)):
+            if is_partial and any(map(grad_hooks_of, shared.tensors)):
                 raise StageError(
                     f"{shared.label} is shared with other stages and has a post-accumulate-grad "
                     "hook, which would see the gradient of one stage alone; step the optimizer "

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar
 
@@ -25,7 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from penstock._torch_compat import around_compiled, buffers_of, parameters_of, saved_through
+from penstock._torch_compat import (
+    CompiledCall,
+    is_compiled_in_place,
+    registries,
+    saved_through,
+)
 from penstock.errors import PartitionError
 from penstock.partition.blocks import LeafModule
 from penstock.partition.plan import abbreviate
@@ -136,11 +142,12 @@ def _state_of(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for path, module in model.named_modules():  # each module once
         prefix = f"{path}." if path else ""
-        for name, param in parameters_of(module).items():
+        params, buffers = registries(module)
+        for name, param in params.items():
             if param is not None:
                 twin = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
                 state[prefix + name] = ours.setdefault(id(param), twin)
-        for name, buffer in buffers_of(module).items():
+        for name, buffer in buffers.items():
             if buffer is not None:
                 state[prefix + name] = ours.setdefault(id(buffer), buffer.detach().clone())
     return state
@@ -221,12 +228,21 @@ class ObservedPass:
         with ExitStack() as around:
             for module in self._names:
                 # torch.compile would compile the hooks of a module that is compiled in place.
-                if around.enter_context(around_compiled(module, self._enter, self._leave)):
+                if is_compiled_in_place(module):
+                    call = CompiledCall(module, partial(self._run_compiled, module))
+                    call.replace()
+                    around.callback(call.restore)
                     continue
                 hook = module.register_forward_pre_hook(self._enter, with_kwargs=True)
                 around.callback(hook.remove)
                 around.callback(module.register_forward_hook(self._leave).remove)
             yield
+
+    def _run_compiled(self, module: nn.Module, compiled: Any, args: Any, kwargs: Any) -> Any:
+        self._enter(module, args, kwargs)
+        output = compiled(*args, **kwargs)
+        self._leave(module, args, output)
+        return output
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         # A layer with several places is called by its names in turn; later calls begin nothing.

@@ -20,7 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from penstock._torch_compat import has_memory, saved_through
+from penstock._torch_compat import is_zero_tensor, saved_through
 from penstock.errors import StageError
 from penstock.stage.device_streams import DeviceStreams, Event, Stream
 
@@ -213,7 +213,7 @@ def _is_as_in_memory(tensor: Tensor) -> bool:
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg())
-        and has_memory(tensor)
+        and not is_zero_tensor(tensor)
     )
 
 

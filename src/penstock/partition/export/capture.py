@@ -126,6 +126,8 @@ def _export(model: nn.Module, form: CallForm) -> torch.export.ExportedProgram:
         message = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if any("DataDependent" in cls.__name__ for cls in type(error).__mro__):
             message += "; a graph can't branch on values: compute both and choose with torch.where"
+        elif "SymInt" in message:
+            message += "; sizes are open in a capture: pass int(size) where code needs a number"
         raise PartitionError(
             f"{type(model).__name__} can't be captured{_place_in_user_code(error.__traceback__)}: "
             f"{message}"

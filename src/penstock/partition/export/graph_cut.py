@@ -110,8 +110,9 @@ def all_cuts(
         if counts[label] != 1:
             raise PartitionError(
                 f"there is no one place {label!r}: the forward calls module {name} "
-                f"{counts[label]} times (calls in compiled or fused regions don't count); call "
-                f"pipe_split() in the code where you mean, or cut elsewhere: {_boundaries(graph)}"
+                f"{counts[label]} times outside of compiled or fused regions; take torch.compile "
+                "off until the model is cut, call pipe_split() in the code where you mean, or cut "
+                f"elsewhere: {_boundaries(graph)}"
             )
     return marks
 

@@ -435,7 +435,12 @@ def compiled_parts(module: nn.Module) -> list[CompiledCall]:
     The compiler would trace the mode, and break its graphs at deferred operations. Parameters
     inside get their gradients in I. Functions compiled on their own are not found, and are traced.
     """
-    return compiled_calls(module, lambda: without_modes(DeferredGrads))
+
+    def run(compiled: Func, args: Args, kwargs: Kwargs) -> Any:
+        with without_modes(DeferredGrads):
+            return compiled(*args, **kwargs)
+
+    return compiled_calls(module, run)
 
 
 def find_undeferred(outputs: Iterable[object], parameters: Iterable[Parameter]) -> list[Parameter]:
