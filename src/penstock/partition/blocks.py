@@ -27,7 +27,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from penstock._torch_compat import children, has_no_forward, is_sequential
 from penstock.errors import PartitionError
 from penstock.partition.balance.costs import BlockKind
-from penstock.partition.huggingface import HFPipelinePlan
+from penstock.partition.huggingface import planned_trunks
 
 __all__ = ["Block", "LeafModule", "find_blocks", "gather", "leaf_modules"]
 
@@ -63,9 +63,9 @@ def leaf_modules(model: nn.Module, *, repeats: bool = False) -> tuple[LeafModule
     """Find the leaf modules of a model, in definition order.
 
     A trunk is a list named by the model's own pipeline plan, else a ``ModuleList``, ``ModuleDict``
-    or ``nn.Sequential`` most of whose members are of one class. A model may have several, as
-    encoder-decoders do. In a model without one, every direct child is a leaf module. With
-    ``repeats``, a layer with several places in a trunk is listed once per place.
+    or ``nn.Sequential`` most of whose members are of one class; an encoder-decoder has two. In a
+    model without one, every direct child is a leaf module. With ``repeats``, a layer with several
+    places in a trunk is listed once per place.
 
     Raises:
         PartitionError: the model has no two leaf modules to cut between.
@@ -80,7 +80,7 @@ def leaf_modules(model: nn.Module, *, repeats: bool = False) -> tuple[LeafModule
     if is_sequential(model):
         leaves = _layers(model)
     else:
-        trunks = set(HFPipelinePlan.of(model).trunks) or find_trunks(model)
+        trunks = set(planned_trunks(model)) or find_trunks(model)
         leaves = list(_walk(model, "", trunks, set(), repeats))
     if len(leaves) < 2:
         raise PartitionError(
@@ -165,8 +165,8 @@ def _walk(
 def find_trunks(model: nn.Module) -> set[str]:
     """The names of the outermost lists of repeated layers, except small ones."""
     found = dict(_repeated_lists(model, ""))
-    deep = {name: m for name, m in found.items() if any(children(x) for _, x in children(m))}
-    found = deep or found  # lists of plain layers don't count if there are lists of blocks
+    # Lists of plain layers don't count if there are lists of blocks.
+    found = {n: m for n, m in found.items() if any(children(x) for _, x in children(m))} or found
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in found.items()}
     most = max(sizes.values(), default=0)
     return {name for name, size in sizes.items() if size >= SMALLEST_TRUNK * most}
@@ -192,8 +192,7 @@ def _is_repeated(module: nn.Module) -> bool:
 def _layers(model: nn.Module) -> list[LeafModule]:
     """The layers of an ``nn.Sequential``.
 
-    Its trunk, called ``""``, reaches from the first to the last layer of the commonest class; if
-    none repeats, over all.
+    Its trunk, called ``""``, spans the layers of the commonest class; if none repeats, all layers.
     """
     layers = children(model)
     classes = [type_before_parametrizations(layer) for _, layer in layers]

@@ -34,7 +34,7 @@ class ModelCut:
     """A model cut into stages.
 
     Args:
-        modules: one per stage.
+        modules: the stages.
         whole_call: True if the first stage takes the model's own arguments.
         has_loss: True if the model's output has a loss.
     """
@@ -56,14 +56,12 @@ def cut_model(
     """Cut a model into stages.
 
     Args:
-        model: the model, or a list of its layers.
+        model: the model, or a list of its layers, which is always cut layer by layer.
         split: the places to cut; None for even counts of blocks.
         num_stages: the number of stages.
-        example: one microbatch: a tuple of positional arguments, a dict of keyword arguments, or
-            the only argument.
+        example: one microbatch.
         device: the device of the stages.
-        method: ``"module"``, ``"export"``, or None to try one after the other. A sequence of
-            layers is always cut layer by layer.
+        method: ``"module"``, ``"export"``, or None to try one after the other.
 
     Raises:
         PartitionError: the model can't be cut at these places.
@@ -96,7 +94,7 @@ def cut_model(
             )
         return _export(model, split, num_stages, example)
     try:
-        return _cut_by_module(model, split, blocks, example, device)
+        return _cut_by_module(model, split, len(blocks), example, device)
     except NotByModule as error:
         if example is None or method == "module":
             raise
@@ -117,25 +115,20 @@ def cut_model(
 def _cut_by_module(
     model: nn.Module,
     split: SplitSpec,
-    blocks: Sequence[str],
+    num_blocks: int,
     example: Example | None,
     device: torch.device,
 ) -> ModelCut:
     from penstock.partition.forward.by_module import split_by_module
-    from penstock.partition.huggingface import HFPipelinePlan
+    from penstock.partition.huggingface import planned_trunks
 
-    name, plan = type(model).__name__, HFPipelinePlan.of(model)
-    plan.log(name)
+    name, trunks = type(model).__name__, planned_trunks(model)
     done = split_by_module(model, split, example, device=device)
-    why = f"it has {len(blocks)} repeated blocks" if blocks else "its modules are named"
-    if plan.trunks:
-        why = f"its own plan has {len(blocks)} blocks in {', '.join(plan.trunks)}"
-    logger.info(
-        "%s: cut by module into %d stages, since %s; every stage runs the model's own forward",
-        name,
-        len(done.stages),
-        why,
-    )
+    why = f"it has {num_blocks} repeated blocks" if num_blocks else "its modules are named"
+    if trunks:
+        why = f"its own plan has {num_blocks} blocks in {', '.join(trunks)}"
+    message = "%s: cut by module into %d stages, since %s; every stage runs the model's own forward"
+    logger.info(message, name, len(done.stages), why)
     has_loss = done.trace is not None and done.trace.loss
     return ModelCut(modules=done.stages, whole_call=True, has_loss=has_loss)
 
@@ -147,8 +140,7 @@ def _export(
     from penstock.partition.export.pipe import pipeline_of
 
     args, kwargs = as_call(example)
-    pipe = pipeline_of(model, args, kwargs, split)
-    name = type(model).__name__
+    pipe, name = pipeline_of(model, args, kwargs, split), type(model).__name__
     if pipe.num_stages != num_stages:
         raise PartitionError(
             f"by torch.export, the {name} has {pipe.num_stages} stages, one more than its forward "

@@ -7,17 +7,15 @@ A module on another stage would append nothing, and the auxiliary loss would be 
 values count as outputs of their module: they may cross stages, and are appended by its stub.
 
 This module never imports transformers: if it is not loaded, there is nothing to do. Its private
-names here (``_active_collector``, ``_CAN_RECORD_REGISTRY``, ``_pp_plan``) were seen on transformers
-5.23; ``tests/partition/test_huggingface.py`` checks them.
+names (``_active_collector``, ``_CAN_RECORD_REGISTRY``, ``_pp_plan``) were seen on transformers
+5.23.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from inspect import getattr_static
 from typing import Any, TypeAlias
 
@@ -25,16 +23,14 @@ from torch import nn
 
 __all__ = [
     "CapturedOutputs",
-    "HFPipelinePlan",
     "adapters",
     "capture_since",
     "install_hooks",
     "mark",
+    "planned_trunks",
     "replay",
     "without_cache",
 ]
-
-logger = logging.getLogger(__name__)
 
 MODULE = "transformers.utils.output_capturing"
 
@@ -72,9 +68,7 @@ def replay(captured: CapturedOutputs, marked: Mapping[str, int] | None = None) -
 def install_hooks(model: nn.Module) -> None:
     """Install the hooks on the plain model, so that its copies do not install them again."""
     capturing: Any = sys.modules.get(MODULE)
-    if capturing is None:
-        return
-    for module in model.modules():
+    for module in model.modules() if capturing else ():
         if capturing._CAN_RECORD_REGISTRY.get(module):
             capturing.maybe_install_capturing_hooks(module)
 
@@ -83,9 +77,8 @@ def without_cache(module: nn.Module) -> None:
     """Turn the cache off in a copy of a module; the model's own configuration stays unchanged."""
     config: Any = vars(module).get("config")
     if getattr(config, "use_cache", False) is True:
-        quiet = copy.copy(config)
-        quiet.use_cache = False
-        module.config = quiet
+        module.config = copy.copy(config)
+        module.config.use_cache = False  # type: ignore[union-attr]
 
 
 def adapters(module: nn.Module) -> Sequence[str]:
@@ -94,63 +87,29 @@ def adapters(module: nn.Module) -> Sequence[str]:
     return names
 
 
-# --- pipeline plans -----------------------------------------------------------------------------
+def planned_trunks(model: nn.Module) -> tuple[str, ...]:
+    """The lists of layers that a model's pipeline plan names, in definition order.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HFPipelinePlan:
-    """The pipeline plan of a Hugging Face model (``base_model_pp_plan`` of its configuration).
-
-    A list of modules that it names is a trunk, cut between its members. A plan that names modules
-    which the model lacks, no list, or less than half of the parameters, is ignored.
-
-    Args:
-        modules: the names of the plan's modules, in definition order; empty without a fitting plan.
-        trunks: the lists of layers among them.
+    A configuration publishes the plan as ``base_model_pp_plan``. It is ignored if it names modules
+    that the model lacks, or less than half of the parameters.
     """
-
-    modules: tuple[str, ...] = ()
-    trunks: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, model: nn.Module) -> HFPipelinePlan:
-        """The plan of a model.
-
-        Args:
-            model: any module, on any device.
-
-        Example:
-            >>> HFPipelinePlan.of(nn.Sequential(nn.Linear(2, 2)))
-            HFPipelinePlan(modules=(), trunks=())
-        """
-        names = _published_plan(model)
-        modules = {n: m for n, m in model.named_modules(remove_duplicate=False) if n in names}
-        trunks = tuple(name for name, module in modules.items() if _is_list(module))
-        params = {id(p): p.numel() for module in modules.values() for p in module.parameters()}
-        covered = 2 * sum(params.values()) >= sum(p.numel() for p in model.parameters())
-        if not trunks or not covered or len(modules) < len(names):
-            return cls()
-        return cls(modules=tuple(modules), trunks=trunks)
-
-    def log(self, model: str) -> None:
-        """Log if the plan is used; ``model`` is the model's name in the message."""
-        if self.modules:
-            logger.info("%s: its own pipeline plan names %s", model, ", ".join(self.modules))
+    names = _planned_names(model)
+    modules = {n: m for n, m in model.named_modules(remove_duplicate=False) if n in names}
+    params = {id(p): p.numel() for module in modules.values() for p in module.parameters()}
+    covered = 2 * sum(params.values()) >= sum(p.numel() for p in model.parameters())
+    if len(modules) < len(names) or not covered:
+        return ()
+    lists = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    return tuple(n for n, m in modules.items() if isinstance(m, lists) and len(m) > 1)
 
 
-def _is_list(module: nn.Module) -> bool:
-    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-    return is_list and len(list(module.children())) > 1
-
-
-def _published_plan(model: nn.Module) -> set[str]:
+def _planned_names(model: nn.Module) -> set[str]:
     """The modules named by the plan of a model, or of its outermost submodules with a plan."""
     found: set[str] = set()
     planned: list[str] = []
     for name, module in model.named_modules():
         # Static lookup: a wrapper may forward the attribute of the wrapped model, with names
-        # relative to that model. A model's attribute includes the head, its configuration's does
-        # not.
+        # relative to that model.
         plan = getattr_static(module, "_pp_plan", None)
         if isinstance(plan, dict) and plan and not name.startswith(tuple(planned)):
             prefix = f"{name}." if name else ""

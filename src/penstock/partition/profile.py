@@ -30,7 +30,6 @@ from penstock.partition.balance.for_program import balance_for
 from penstock.partition.blocks import Block, LeafModule, gather, leaf_modules
 from penstock.partition.forward.by_module import tensors_between
 from penstock.partition.forward.module_state import ModuleSnapshot
-from penstock.partition.huggingface import HFPipelinePlan
 from penstock.partition.plan import Plan
 from penstock.partition.profiled_model import (
     Chained,
@@ -98,8 +97,6 @@ def profile(
     if isinstance(model, Chained):
         name, stages = "list", enumerate(model.stages)
         leaves = tuple(LeafModule(name=str(i), module=stage, trunk="") for i, stage in stages)
-    else:
-        HFPipelinePlan.of(model).log(name)
     profiled = ProfiledModel(model, leaves, example, loss_fn)
     snapshot = ModuleSnapshot(model)
     snapshot.hold()

@@ -2,7 +2,7 @@
 
     split=                                   SplitSpec
     "auto"                                   auto       measured and balanced
-    "plan.toml", Plan                        stages     names per stage, checked as a plan
+    "plan.toml", Plan                        plan       names per stage
     [["embed", "h.0"], ["h.1", "head"]]      stages     names per stage
     [2, 2]                                   counts     blocks per stage
     ["h.1"]                                  starts     the first module of each later stage
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition.blocks import find_blocks
-from penstock.partition.plan import Plan, abbreviate, rules_refused
+from penstock.partition.plan import Plan, abbreviate
 from penstock.stage.pytree import as_args
 
 __all__ = ["Example", "Split", "SplitSpec", "as_call", "describe", "own_loss"]
@@ -34,20 +34,16 @@ Split: TypeAlias = Plan | Sequence[int] | Sequence[str] | Sequence[Sequence[str]
 Example: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | Tensor
 """One microbatch: positional arguments, keyword arguments, or the only argument."""
 
-AUTO = "auto"
-RULES = ("uniform", "parameters", "type")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitSpec:
     """The places to cut a model, in one of four forms.
 
     Args:
-        stages: per stage the names of its modules.
+        stages: per stage the names of its modules; those of ``plan``, if given.
         counts: per stage the number of its blocks, or of the layers of a sequence.
         starts: the names of the modules with which the stages after the first begin.
         auto: balance the stages by a measurement.
-        plan: the plan that ``stages`` comes from, if any.
         blocks: the repeated blocks that ``counts`` refers to; set by ``resolve``.
     """
 
@@ -79,10 +75,8 @@ class SplitSpec:
             split = Plan.load(os.fspath(split))
         if isinstance(split, Plan):
             return cls(stages=split.stages, plan=split)
-        if isinstance(split, str) and split == AUTO:
+        if isinstance(split, str) and split == "auto":
             return cls(auto=True)
-        if isinstance(split, str) and split.partition(":")[0].strip().lower() in RULES:
-            raise rules_refused(split)
         items = list(split) if isinstance(split, Sequence) and not isinstance(split, str) else []
         kinds = {type(item) for item in items}
         if kinds == {int}:
@@ -90,8 +84,7 @@ class SplitSpec:
         if kinds == {str} and not sequence:
             return cls(starts=tuple(items))
         if kinds and kinds <= ({str, list, tuple} if sequence else {list, tuple}):
-            named = ((item,) if isinstance(item, str) else tuple(item) for item in items)
-            return cls(stages=tuple(named))
+            return cls(stages=tuple((i,) if isinstance(i, str) else tuple(i) for i in items))
         raise PartitionError(
             f"split={split!r}: expected 'auto', a plan or its file (.toml), or a list that has "
             "for each stage the names of its modules, or the number of its layers, not a mix"
@@ -105,13 +98,13 @@ class SplitSpec:
             Plan(stages=self.stages)  # refuses repeated names and empty stages
         if not self.counts:
             return self
-        blocks, name = tuple(find_blocks(model)), type(model).__name__
+        blocks = tuple(find_blocks(model))
         if sum(self.counts) != len(blocks) or min(self.counts) < 1:
-            found = f": {abbreviate(blocks, most=3)}" if blocks else ""
             raise PartitionError(
                 f"the counts {list(self.counts)} make {sum(self.counts)} blocks, at least 1 per "
-                f"stage, but this {name} has {len(blocks)} repeated blocks{found}; to give a stage "
-                "other modules alone, name the modules of each stage"
+                f"stage, but this {type(model).__name__} has {len(blocks)} repeated blocks"
+                f"{': ' if blocks else ''}{abbreviate(blocks, most=3)}; to give a stage other "
+                "modules alone, name the modules of each stage"
             )
         return replace(self, blocks=blocks)
 
@@ -147,13 +140,7 @@ def own_loss(output: Any, target: object = None) -> Any:
 
 
 def describe(value: Any) -> str:
-    """Describe tensors by dtype and shape (``*`` for an open size), other values by class.
-
-    Example:
-        >>> import torch
-        >>> describe({"x": torch.ones(2, 3), "scale": 1.0})
-        'x: float32[2,3], scale: float'
-    """
+    """Describe tensors by dtype and shape (``*`` for an open size), other values by class."""
     if isinstance(value, Tensor):
         sizes = ",".join(str(size) if isinstance(size, int) else "*" for size in value.shape)
         return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
