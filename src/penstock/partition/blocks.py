@@ -1,14 +1,7 @@
 """Find the blocks of a model by its structure: embeddings, a trunk of repeated layers, a head.
 
-    Llama                                     leaf modules                blocks
-    ├── model                                 model.embed_tokens  ┐
-    │   ├── embed_tokens                      model.rotary_emb    ┴────── E
-    │   ├── layers                            model.layers.0  ─────────── t
-    │   │   ├── 0                             model.layers.1  ─────────── t
-    │   │   └── 1                             model.norm   ┐
-    │   ├── norm                              lm_head      ┴───────────── L
-    │   └── rotary_emb
-    └── lm_head
+    leaf modules    embed  rotary   layers.0   layers.1   norm  head
+    blocks          E               t          t          L
 
 A *leaf module* is never cut. It is a layer of a trunk, or a module outside the trunks and their
 containers. Leaf modules are gathered into blocks once their execution order is known.

@@ -1,11 +1,8 @@
 """Cut a model into stage modules by the first method that works.
 
-    nn.Sequential, a list    layer by layer             sequential.py
-    any other model          by module                  forward/by_module.py
-    if that fails            by torch.export            export/pipe.py, with a warning
-
-Cutting by module comes first, since it runs the model's own code for inputs of any shape. Export is
-for models whose top-level code can't run on several stages.
+nn.Sequential, a list    layer by layer             sequential.py
+any other model          by module                  forward/by_module.py
+if that fails            by torch.export            export/pipe.py, with a warning
 """
 
 from __future__ import annotations

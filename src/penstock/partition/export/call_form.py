@@ -1,8 +1,7 @@
 """The form of a captured call: tensor arguments, fixed arguments, and the output's tree.
 
 forward(ids, *, mask=None, scale=1.0)      called as (ids, mask=m, scale=2.0)
-tensors     ids: (4, 8) int64              found again in any call that means the same:
-            mask: (4, 8) int64             (ids=ids, mask=m, scale=2.0)
+tensors     ids, mask                      found again in any call that means the same
 fixed       scale = 2.0                    built into the graph; other values are refused
 """
 
@@ -32,9 +31,6 @@ class CallForm:
         examples: the tensors of the example; to be cleared after the capture.
         check: given such tensors, returns the error message for their shapes, or None.
         output: the form of the output; set by the capture, as ``check`` is.
-
-    Raises:
-        PartitionError: the arguments do not fit the model's forward.
     """
 
     check: Callable[[Sequence[Tensor]], str | None]

@@ -1,14 +1,9 @@
 """Capture a model's forward as a graph with ``torch.export``, in training or evaluation mode.
 
-    placeholder    the tensors of the call, in the order of ``CallForm.names``
-    get_attr       parameters and buffers by their names in the model; the device, and constants
-                   that the forward makes, as ``captured.<name>``
-    call_function  the forward's operations, in order
-    output         the tensors (and sizes) among what the model returns
-
-The ``meta`` of a node holds ``val`` (its value on fake tensors), ``modules`` (the names of the
-modules in whose call it ran, outermost first) and ``regions`` (the grad modes and autocast around
-it). A forward that does more than operations (autograd functions, hooks, attributes) is refused.
+Inputs are in the order of ``CallForm.names``; parameters and buffers have their names in the model,
+the device and the forward's constants are ``captured.<name>``. The ``meta`` of a node holds ``val``
+(its value on fake tensors), ``modules`` (the names of the modules in whose call it ran, outermost
+first) and ``regions`` (the grad modes and autocast around it).
 """
 
 from __future__ import annotations
@@ -92,8 +87,8 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] |
     """Capture ``model`` in its current mode (training or evaluation), on an example.
 
     Raises:
-        PartitionError: the example does not fit the model, or the forward can't be captured as a
-            graph: it depends on tensor values, or has an effect that operations would lose.
+        PartitionError: the example does not fit the model, or the forward depends on tensor values
+            or has an effect that operations would lose, such as a hook.
     """
     for name, module in model.named_modules():
         if has_backward_hooks(module):

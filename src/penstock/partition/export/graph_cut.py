@@ -73,14 +73,11 @@ class GraphCut:
         """The number of stages."""
         return len(self.crossing) + 1
 
-    def empty_stage(self) -> int | None:
-        """The first stage without work; a view is no work."""
-        busy = {
-            stage
-            for node, stage in self.stage_of.items()
-            if node.target not in NO_WORK and not getattr(node.target, "is_view", False)
-        }
-        return next((stage for stage in range(self.num_stages) if stage not in busy), None)
+    def empty_stages(self) -> list[int]:
+        """The stages without work; a view is no work."""
+        working = (node for node in self.stage_of if not getattr(node.target, "is_view", False))
+        busy = {self.stage_of[node] for node in working if node.target not in NO_WORK}
+        return [stage for stage in range(self.num_stages) if stage not in busy]
 
 
 # --- cuts among the marks -----------------------------------------------------------------------
@@ -118,11 +115,7 @@ def all_cuts(
 
 
 def cuts_at_names(marks: Sequence[Cut], stages: Sequence[Sequence[str]]) -> Sequence[Cut]:
-    """Start each stage at the first of its modules to run.
-
-    Raises:
-        PartitionError: a stage has no such module, or a module first runs in another stage.
-    """
+    """Start each stage at the first of its modules to run, of which none may run in another."""
     first: dict[str, Cut] = {}
     for mark in marks:
         first.setdefault(mark.label, mark)
@@ -174,12 +167,10 @@ def assign(graph: fx.Graph, cuts: Sequence[Cut]) -> GraphCut:
     """Assign the nodes of ``graph`` to stages.
 
     Raises:
-        PartitionError: a stage would be empty, or a value can't cross; the message lists the
-            module boundaries at which the graph can be cut.
+        PartitionError: a stage would be empty, or a value can't cross.
     """
     cut = _assign(graph, [cut.position for cut in cuts])
-    empty = cut.empty_stage()
-    if empty is not None:
+    for empty in cut.empty_stages():
         begin = f"{cuts[empty - 1].label!r}" if empty else "the model's beginning"
         end = f"{cuts[empty].label!r}" if empty < len(cuts) else "its end"
         raise PartitionError(
@@ -230,7 +221,7 @@ def _boundaries(graph: fx.Graph) -> str:
     writes, valid = _writes(graph), []
     for position, label in sorted(labels.items()):
         cut = _assign(graph, [position])
-        if cut.empty_stage() is None and not any(_problems(cut, writes)):
+        if not cut.empty_stages() and not any(_problems(cut, writes)):
             valid.append(repr(label))
     return f"it can be cut {abbreviate(valid, most=12) or 'at no boundary of a module'}"
 

@@ -1,10 +1,4 @@
-"""Marks of cuts: an operation in the captured graph at which a stage starts.
-
-def forward(self, x):               x = self.first(x)
-    x = self.first(x)               ──── pipe_split ────      a node of the graph; no work,
-    pipe_split()                    return self.second(x)     and no trace in an eager run
-    return self.second(x)
-"""
+"""Marks of cuts: an operation in the captured graph at which a stage starts, without effect."""
 
 from __future__ import annotations
 

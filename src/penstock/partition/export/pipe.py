@@ -2,10 +2,6 @@
 
 model ──capture──► one graph ──cut at marks──► graphs ──► stage modules ──► Pipe
         twice: as it trains, and as it evaluates, over the same parameters
-
-pipe.get_stage_module(i)     the module, to be wrapped (DDP, FSDP2) or moved
-pipe.build_stage(i, device)  the stage, to be given to a schedule
-pipe(...)                    all stages in turn, as the model itself runs
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """The module of a captured stage: its subgraph, over the model's own parameters.
 
-    model                   stage 1's module          names and objects are the model's own, so
-    ├─ embed.weight         └─ layers                 that state_dicts fit both, and an optimizer
-    └─ layers                  └─ 1                   of either trains both
-       ├─ 0.weight                └─ weight
-       └─ 1.weight
-
-Training and evaluation are two graphs; ``train()`` and ``eval()`` choose.
+Names and objects are the model's own, so that state_dicts fit both, and an optimizer of either
+trains both. Training and evaluation are two graphs; ``train()`` and ``eval()`` choose.
 """
 
 from __future__ import annotations
