@@ -27,13 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from penstock.errors import PenstockError
 
-# The module of torch's compiler, which torch imports when a model is first exported or wrapped by
-# DistributedDataParallel. The server of test processes imports it once; it has no public name.
+# The module of torch's compiler, which torch imports at the first export or use of DDP; the server
+# of test processes imports it once.
 COMPILER = "torch._dynamo"
 
 if TYPE_CHECKING:
     from torch.distributed._composable.replicate import DDP as ComposableDdp
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp import FSDPModule
 
 # -------------------- tensors and modules --------------------
 
@@ -255,13 +255,9 @@ def without_override_check(function: Callable[..., Any]) -> Callable[..., Any] |
     """
     if not isinstance(function, FunctionType):
         return None
-    twin = FunctionType(
-        function.__code__,
-        {**function.__globals__, **_NO_OVERRIDES},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    scope = {**function.__globals__, **_NO_OVERRIDES}
+    more = (function.__name__, function.__defaults__, function.__closure__)
+    twin = FunctionType(function.__code__, scope, *more)
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin
 
@@ -274,10 +270,9 @@ NO_TREES = ("torch.Size", "torch.nn.attention.flex_attention.BlockMask")
 def pytree_node(
     cls: type[Any],
 ) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[[Sequence[Any], Any], Any]] | None:
-    """The flatten and unflatten functions of a class in torch's pytree; None if unregistered.
+    """The functions that flatten and unflatten a class in torch's pytree; None if unregistered.
 
-    Torch has a public function to register, but no lookup. The first function is from a value to
-    (children, context), the second from these to a value.
+    Torch has a public function to register, but no lookup.
     """
     node = _pytree.SUPPORTED_NODES.get(cls)
     if node is None or f"{cls.__module__}.{cls.__qualname__}" in NO_TREES:
@@ -300,7 +295,7 @@ def is_fsdp(module: object) -> TypeGuard[FSDPModule]:
     return isinstance(module, _loaded("torch.distributed.fsdp", "FSDPModule"))
 
 
-def is_fsdp1(module: object) -> TypeGuard[FullyShardedDataParallel]:
+def is_fsdp1(module: object) -> bool:
     """True if ``module`` is wrapped in FSDP1."""
     return isinstance(module, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel"))
 
@@ -328,8 +323,10 @@ def ddp_parameters(module: DistributedDataParallel) -> list[nn.Parameter]:
 
 
 def switch_ddp_sink(module: DistributedDataParallel, *, off: bool) -> bool:
-    """Suppress the all-reduce after the first backward of DDP with ``static_graph=True``, which
-    fails under ``no_sync()``; return the previous setting."""
+    """Switch the all-reduce after the first backward of a static graph; return the setting before.
+
+    It fails under ``no_sync()``.
+    """
     if not module.static_graph:
         return off
     before: bool = module._static_graph_delay_allreduce_enqueued
@@ -354,8 +351,7 @@ def composable_syncs(module: ComposableDdp) -> bool:
 def fsdp_finish_backward(root: FSDPModule) -> None:
     """Reduce-scatter the gradients of ``root``'s parameters, as FSDP does after a last backward.
 
-    FSDP reduces in an autograd callback at the end of ``backward()``, which it sets only if it
-    finds a tensor in a module's output; deferred weight gradients may come later.
+    It does so at the end of that ``backward()``; deferred weight gradients may come later.
     """
     state: Any = root._get_fsdp_state()
     for each in state._state_ctx.all_states:
@@ -476,7 +472,7 @@ def fused_by(module: nn.Module) -> str | None:
     A copy of a compiled module would run the original. Only private attributes mark it.
     """
     compiled = is_compiled_in_place(module) or is_compiled(module)
-    functions = [value for value in vars(module).values() if callable(value)]
+    functions = filter(callable, vars(module).values())
     if compiled or any(hasattr(each, "_torchdynamo_orig_callable") for each in functions):
         return "torch.compile"
     return "torch.jit" if isinstance(module, torch.jit.ScriptModule) else None
@@ -508,23 +504,16 @@ def same_storage(left: Tensor, right: Tensor) -> bool:
 
 def wrapper_subclass(cls: Any, like: Tensor, device: torch.device) -> Any:
     """A tensor of class ``cls`` with the shape, strides and dtype of ``like``, without storage."""
-    return Tensor._make_wrapper_subclass(
-        cls,
-        like.shape,
-        strides=like.stride(),
-        storage_offset=like.storage_offset(),
-        dtype=like.dtype,
-        device=device,
-    )
+    layout: Any = {"strides": like.stride(), "storage_offset": like.storage_offset()}
+    return Tensor._make_wrapper_subclass(cls, like.shape, **layout, dtype=like.dtype, device=device)
 
 
 def is_data_dependent(func: Any, args: Sequence[Any]) -> bool:
     """True if an ATen call needs tensor values, if only for its result's shape."""
     if func is torch.ops.aten.index.Tensor:  # positions determine the result's shape
         return any(_is_mask(index) for index in args[1])
-    return (
-        torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
-    )
+    tag, tags = torch.Tag, func.tags
+    return tag.data_dependent_output in tags or tag.dynamic_output_shape in tags
 
 
 def _is_mask(index: Any) -> bool:
@@ -567,16 +556,12 @@ def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 def autocast_state(device: torch.device) -> tuple[Any, ...]:
     """The state of autocast on the CPU and on ``device``, to be compared."""
     kinds = sorted({"cpu", device.type} - {"meta"})
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
-    )
+    return tuple((k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k))
 
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 _READ_GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
-
-
 _HOOKING = {Tensor.register_hook: "registers a hook on a tensor"}
 _DIFFERENTIATING = {
     torch.autograd.grad: "takes gradients by torch.autograd.grad()",
@@ -643,10 +628,8 @@ def in_function_forward() -> bool:
 # Modules of torch whose autograd functions a graph of operations would lose.
 LOST = ("torch.utils.checkpoint", "torch.nn.modules._functions")
 
-
-def is_metadata_assert(target: Any) -> bool:
-    """True if an exported operation asserts a tensor's dtype and device; it has no public name."""
-    return target is torch.ops.aten._assert_tensor_metadata.default
+# The operation by which exported programs assert a tensor's dtype and device.
+METADATA_ASSERT: Any = torch.ops.aten._assert_tensor_metadata.default
 
 
 @contextmanager

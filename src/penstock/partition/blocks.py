@@ -62,25 +62,18 @@ def leaf_modules(model: nn.Module, *, repeats: bool = False) -> tuple[LeafModule
 
     Raises:
         PartitionError: the model has no two leaf modules to cut between.
-
-    Example:
-        >>> model = nn.Module()
-        >>> model.embed = nn.Embedding(8, 4)
-        >>> model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        >>> [(leaf.name, leaf.trunk) for leaf in leaf_modules(model)]
-        [('embed', None), ('layers.0', 'layers'), ('layers.1', 'layers')]
     """
     if is_sequential(model):
         leaves = _layers(model)
     else:
         trunks = set(planned_trunks(model)) or find_trunks(model)
-        leaves = list(_walk(model, "", trunks, set(), repeats))
+        leaves = tuple(_walk(model, "", trunks, set(), repeats))
     if len(leaves) < 2:
         raise PartitionError(
             f"the {type(model).__name__} has no modules to cut between: no list of layers, and "
             f"{len(leaves)} direct children; pass an nn.Sequential or a list of modules"
         )
-    return tuple(leaves)
+    return leaves
 
 
 def find_blocks(model: nn.Module) -> list[str]:
@@ -111,16 +104,13 @@ def gather(leaves: Sequence[LeafModule], order: Sequence[str]) -> tuple[Block, .
         groups.append((BlockKind.EMBEDDING, running[:first]))
     between: list[LeafModule] = []
     for leaf in running[first : last + 1]:
-        if leaf.trunk is None and leaf.parameters < large:
+        if leaf.trunk is not None or leaf.parameters >= large:
+            groups.append((BlockKind.LAYER, [*between, leaf]))
+            between = []
+        elif any(_are_siblings(leaf.name, each.trunk) for each in groups[-1][1]):
+            groups[-1][1].append(leaf)
+        else:
             between.append(leaf)
-            continue
-        if between:
-            before = groups[-1][1]
-            parents = {_parent(each.trunk) for each in before if each.trunk is not None}
-            before += [each for each in between if _parent(each.name) in parents]
-            between = [each for each in between if _parent(each.name) not in parents]
-        groups.append((BlockKind.LAYER, [*between, leaf]))
-        between = []
     if running[last + 1 :]:
         groups.append((BlockKind.HEAD, running[last + 1 :]))
     # A module without parameters, such as a rotary table, may be defined far from its use.
@@ -182,7 +172,7 @@ def _is_repeated(module: nn.Module) -> bool:
     return most >= 2 and 2 * most >= len(members)
 
 
-def _layers(model: nn.Module) -> list[LeafModule]:
+def _layers(model: nn.Module) -> tuple[LeafModule, ...]:
     """The layers of an ``nn.Sequential``.
 
     Its trunk, called ``""``, spans the layers of the commonest class; if none repeats, all layers.
@@ -191,12 +181,11 @@ def _layers(model: nn.Module) -> list[LeafModule]:
     classes = [type_before_parametrizations(layer) for _, layer in layers]
     common = next((cls for cls, count in Counter(classes).most_common(1) if count > 1), None)
     places = [i for i, cls in enumerate(classes) if common in (None, cls)]
-    return [
+    return tuple(
         LeafModule(name=name, module=layer, trunk="" if places[0] <= i <= places[-1] else None)
         for i, (name, layer) in enumerate(layers)
-    ]
+    )
 
 
-def _parent(name: str | None) -> str:
-    """The name of the parent module."""
-    return name.rpartition(".")[0] if name else ""
+def _are_siblings(name: str, trunk: str | None) -> bool:
+    return trunk is not None and name.rpartition(".")[0] == trunk.rpartition(".")[0]

@@ -82,11 +82,9 @@ def cut_model(
     name = type(model).__name__
     if method == "export" or split is None:
         if example is None or method == "module":
-            problem = (
-                "method='export' needs example=" if split else "it has no list of repeated blocks"
-            )
+            why = "method='export' needs example=" if split else "it has no list of repeated blocks"
             raise PartitionError(
-                f"the {name} can't be cut: {problem}; name the modules of each stage in split=, or "
+                f"the {name} can't be cut: {why}; name the modules of each stage in split=, or "
                 "pass example=, one microbatch, for split='auto' or pipe_split() in its forward"
             )
         return _export(model, split, num_stages, example)

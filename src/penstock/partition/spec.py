@@ -56,19 +56,7 @@ class SplitSpec:
 
     @classmethod
     def parse(cls, split: Any, *, sequence: bool = False) -> SplitSpec:
-        """Parse ``split`` in any of its forms.
-
-        Args:
-            split: see ``Split``; or the path of a plan.
-            sequence: True for a sequence of layers, in which each name is a stage.
-
-        Raises:
-            PartitionError: ``split`` has none of these forms, or its file holds no plan.
-
-        Example:
-            >>> SplitSpec.parse([3, 1]).counts, SplitSpec.parse(["h.2"]).starts
-            ((3, 1), ('h.2',))
-        """
+        """Parse a ``Split``, or the path of a plan; in a ``sequence`` each name is a stage."""
         if isinstance(split, SplitSpec):
             return split
         if isinstance(split, os.PathLike) or str(split).endswith((".toml", ".json")):

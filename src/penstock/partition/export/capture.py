@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 
-from penstock._torch_compat import has_backward_hooks, is_metadata_assert, refusing, shape_check
+from penstock._torch_compat import METADATA_ASSERT, has_backward_hooks, refusing, shape_check
 from penstock.errors import PartitionError
 from penstock.partition.export.call_form import CallForm, OutputForm
 from penstock.partition.forward.module_state import ModuleSnapshot
@@ -221,7 +221,7 @@ class _GraphBuilder:
     ) -> list[Any]:
         """Copy the nodes of a graph whose placeholders are in ``env``; return its outputs."""
         for node in module.graph.nodes:
-            if node.op in ("placeholder", "output") or is_metadata_assert(node.target):
+            if node.op in ("placeholder", "output") or node.target is METADATA_ASSERT:
                 continue  # assertions would tie tensors to the capture's device
             if node.op == "get_attr":
                 value = operator.attrgetter(node.target)(module)
