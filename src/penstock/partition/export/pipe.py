@@ -10,7 +10,6 @@ import itertools
 import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -195,14 +194,7 @@ def pipeline(
 def pipeline_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], split: SplitSpec | None
 ) -> Pipe:
-    """Capture a model and cut it at a spec's places, or at its own marks if None.
-
-    Names may be in any order: a stage starts at the first of its modules to run.
-
-    Raises:
-        PartitionError: the model can't be captured, or a module runs in another stage than
-            requested.
-    """
+    """Capture a model and cut it at a spec's places, or at its own marks if None."""
     split = SplitSpec() if split is None else split.resolve(model)
     names: Iterable[str] = split.starts
     choose: Choice | None = None
@@ -251,23 +243,28 @@ def _pipe_at(
 
     install_hooks(model)  # otherwise the first call would do it in the middle of the capture
     captured, cut = capture_and_cut()
-    modes, missing = {model.training: (captured, cut)}, ""
+    mode = model.training
+    modes, missing = {mode: (captured, cut)}, ""
     if dropped := captured.form.output.dropped:
         logger.warning(
             "the output of %s holds %s, which no stage can pass on: None takes their place",
             type(model).__name__,
             ", ".join(dropped),
         )
+    before = {module: module.training for module in model.modules()}
     try:
-        with _other_mode(model):
-            other = capture_and_cut()
+        model.train(not mode)
+        other = capture_and_cut()
         if other[1].num_stages != cut.num_stages:
             raise PartitionError(f"{other[1].num_stages} instead of {cut.num_stages} stages there")
-        modes[not model.training] = other
+        modes[not mode] = other
     except PartitionError as error:
-        was, wanted = ("train", "eval") if model.training else ("eval", "train")
+        was, wanted = ("train", "eval") if mode else ("eval", "train")
         missing = f"the model was captured in {was} mode, and can't be in {wanted} mode: {error}"
         logger.warning("%s", missing)
+    finally:
+        for module, training in before.items():
+            module.training = training
     modules = build_modules(model, modes, missing)
     pipe = Pipe(_split_gm(len(args), list(kwargs or {}), modules, cut), len(modules))
     pipe.crossing = tuple(tuple(map(described, nodes)) for nodes in cut.crossing)
@@ -283,18 +280,6 @@ def _apply_policy(model: nn.Module, captured: Captured, policy: SplitPolicy) -> 
             "was given, with calls of pipe_split in its graph"
         )
     return split.graph
-
-
-@contextmanager
-def _other_mode(model: nn.Module) -> Iterator[None]:
-    """Switch the model to the other mode within this block."""
-    before = {module: module.training for module in model.modules()}
-    try:
-        model.train(not model.training)
-        yield
-    finally:
-        for module, training in before.items():
-            module.training = training
 
 
 def _split_gm(

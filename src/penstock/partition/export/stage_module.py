@@ -129,10 +129,7 @@ class StageModule(nn.Module):
 def build_modules(
     model: nn.Module, modes: Mapping[bool, tuple[Captured, GraphCut]], missing: str
 ) -> list[StageModule]:
-    """Build the modules of all stages from the cut forwards of training (True) and evaluation.
-
-    ``missing`` is the reason why one of the two is missing.
-    """
+    """Build the modules of all stages from the cut forwards of training (True) and evaluation."""
     [num_stages] = {cut.num_stages for _, cut in modes.values()}
     constants = {n: c for captured, _ in modes.values() for n, c in captured.constants.items()}
     has_loss = any(captured.form.output.has_loss for captured, _ in modes.values())
