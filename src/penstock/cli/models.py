@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.output import bytes_text
+from penstock.cli.settings import option
 from penstock.errors import PartitionError
 from penstock.partition.balance.costs import LEAST_SAMPLE
 from penstock.partition.plan import did_you_mean
@@ -46,6 +47,10 @@ _LAYER_SETTINGS = (
 _HEADS = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION")
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_MODEL = (
+    "module:function, which returns (model, example); or a configuration of transformers (llama, "
+    "LlamaConfig, LlamaForCausalLM), with random weights."
+)
 _OWN_FACTORY = "name a function that returns (model, example) as module:function"
 
 
@@ -53,25 +58,14 @@ _OWN_FACTORY = "name a function that returns (model, example) as module:function
 class ModelRequest:
     """A model, and the options of the command line for it."""
 
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="module:function, which returns (model, example); or a configuration of "
-            "transformers (llama, LlamaConfig, LlamaForCausalLM), with random weights."
-        ),
-    ]
-    set: Annotated[
-        list[str] | None, typer.Option(help="key=value for the configuration; may be repeated.")
-    ] = None
-    batch: Annotated[int, typer.Option(help="Rows of a microbatch.")] = 1
-    length: Annotated[int, typer.Option(help="Tokens per row.")] = 128
-    device: Annotated[str, typer.Option(help="Where to measure.")] = "cpu"
-    dtype: Annotated[str, typer.Option(help="The model's dtype.")] = "float32"
-    max_size: Annotated[str, typer.Option(help="The most that parameters may take.")] = "4GB"
-    sample: Annotated[
-        int | None,
-        typer.Option(help="Make and measure so many layers; the others cost the same."),
-    ] = None
+    model: Annotated[str, typer.Argument(help=_MODEL)]
+    set: Annotated[list[str] | None, option("key=value for the configuration; repeatable.")] = None
+    batch: Annotated[int, option("Rows of a microbatch.")] = 1
+    length: Annotated[int, option("Tokens per row.")] = 128
+    device: Annotated[str, option("Where to measure.")] = "cpu"
+    dtype: Annotated[str, option("The model's dtype.")] = "float32"
+    max_size: Annotated[str, option("The most that parameters may take.")] = "4GB"
+    sample: Annotated[int | None, option("Layers to measure; the others cost the same.")] = None
 
 
 def load_model(request: ModelRequest) -> _Loaded:
@@ -95,21 +89,21 @@ def load_model(request: ModelRequest) -> _Loaded:
 def _from_factory(request: ModelRequest) -> _Loaded:
     import torch
 
-    module_name, _, name = request.model.partition(":")
     if request.set or request.sample is not None:
         raise PartitionError(
             f"--set and --sample are for configurations of transformers; let {request.model} make "
             "the model that you want"
         )
+    module, _, name = request.model.partition(":")
     if os.getcwd() not in sys.path:  # as python -m does
         sys.path.insert(0, os.getcwd())
     try:
-        factory = getattr(importlib.import_module(module_name), name, None)
+        factory = getattr(importlib.import_module(module), name, None)
         made = factory() if callable(factory) else None
     except Exception as error:  # whatever the user's code raises
         raise user_error(request.model, error) from error
     if not callable(factory):
-        raise PartitionError(f"{request.model}: {module_name} has no function {name!r}")
+        raise PartitionError(f"{request.model}: {module} has no function {name!r}")
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
         raise PartitionError(
             f"{request.model}() returned a {type(made).__name__}, expected (model, example): a "

@@ -33,6 +33,7 @@ __all__ = [
 _PIPED_WIDTH = 140
 # The space between two columns of a table, in characters.
 _GAP = 3
+# Sums of fractions, such as thirds, may exceed a limit by this share.
 _ROUNDING = 1e-9
 
 
@@ -82,27 +83,22 @@ def table(*columns: str, numbers: Sequence[str] = (), title: str | None = None) 
     return made
 
 
-def print_table(shown: Table, to: Console) -> None:
+def print_table(shown: Table) -> None:
     """Print a table made by ``table``; numbers never wrap, even on a narrow console."""
+    to = console()
     for column in shown.columns:
         unwrapped = column.no_wrap or column.justify == "right"
         kept = (*str(column.header).split(), *(column.cells if unwrapped else ()))
         column.min_width = max((to.measure(text).maximum for text in kept), default=0)
-    least = sum((column.min_width or 0) + _GAP for column in shown.columns)
-    width, to.width = to.width, max(to.width, least)
+    to.width = max(to.width, sum((column.min_width or 0) + _GAP for column in shown.columns))
     to.print(shown, crop=False)
-    to.width = width
-
-
-# --- a simulated step ---------------------------------------------------------------------------
 
 
 def figures_json(result: Simulation) -> str:
     """The figures of a simulated step as one JSON object."""
-    names = ("makespan", "span", "bubble_ratio", "span_bubble_ratio", "peak_in_flight")
-    bytes_known = result.costs.activation_bytes is not None
-    figures = {name: getattr(result, name) for name in (*names, *["peak_bytes"] * bytes_known)}
-    return json.dumps(figures, allow_nan=False)
+    names = ["makespan", "span", "bubble_ratio", "span_bubble_ratio", "peak_in_flight"]
+    names += ["peak_bytes"] * (result.costs.activation_bytes is not None)
+    return json.dumps({name: getattr(result, name) for name in names}, allow_nan=False)
 
 
 def figures_text(result: Simulation) -> str:
@@ -126,7 +122,6 @@ def over_limit(peaks: Sequence[float], limit: float | None) -> str | None:
     """A line about the ranks that exceed a memory limit; None if no rank does."""
     if limit is None:
         return None
-    # Sums of fractions, such as thirds, may exceed the limit by a rounding error.
     over = [str(rank) for rank, peak in enumerate(peaks) if peak > limit * (1 + _ROUNDING)]
     if not over:
         return None
@@ -148,16 +143,13 @@ def per_rank(values: tuple[float, ...]) -> str:
     return ",".join(map(number, values))
 
 
-# --- numbers ------------------------------------------------------------------------------------
-
-
 def bytes_text(value: float) -> str:
     """Format a number of bytes with three digits, as ``1.23 kB``."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if value < 999.5 or unit == "TB":
             break
         value /= 1000
-    digits = 0 if unit == "B" else 2 if value < 9.995 else 1 if value < 99.95 else 0
+    digits = 2 if unit != "B" and value < 9.995 else 1 if unit != "B" and value < 99.95 else 0
     return f"{value:.{digits}f} {unit}"
 
 

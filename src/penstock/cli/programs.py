@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from penstock.cli import output as out
-from penstock.cli.settings import Settings, message_of, with_options
-from penstock.cli.sources import complete, is_file, load, load_program, takes_virtual
+from penstock.cli.settings import Settings, message_of, option, with_options
+from penstock.cli.sources import argument, is_file, load, load_program, takes_virtual
 from penstock.errors import ScheduleError
 from penstock.schedule.check import Channels
 from penstock.schedule.check import check as check_program
@@ -28,6 +28,16 @@ from penstock.view.palette import sizes_text
 __all__ = ["check", "compare", "schedules", "simulate"]
 
 
+_SCHEDULES = (
+    "Names, each with options of its own if need be, as in interleaved-1f1b:virtual=4; or files "
+    "with programs."
+)
+_PER = (
+    "Whether costs are those of a stage, or of a rank, divided equally among its stages: this "
+    "compares one model cut into more or fewer stages."
+)
+
+
 class Per(Enum):
     """The part of the model that costs are given for."""
 
@@ -35,15 +45,12 @@ class Per(Enum):
     RANK = "rank"
 
 
-# --- schedules ----------------------------------------------------------------------------------
-
-
 def schedules(
     name: Annotated[
         str | None, typer.Argument(help="The schedule to describe.", show_default=False)
     ] = None,
     *,
-    names: Annotated[bool, typer.Option("--names", help="List the names alone.")] = False,
+    names: Annotated[bool, option("List the names alone.", "--names")] = False,
 ) -> None:
     """List all schedules: how stages lie on ranks, their options and sources.
 
@@ -60,7 +67,7 @@ def schedules(
     for each in families():
         summary = f"{each.summary} [dim]{each.source}[/]"
         shown.add_row(f"[bold]{each.name}[/]", _rules(each), summary)
-    out.print_table(shown, out.console())
+    out.print_table(shown)
 
 
 def _rules(each: Family) -> str:
@@ -70,20 +77,12 @@ def _rules(each: Family) -> str:
     return "; ".join(filter(None, (placed, each.rule, options)))
 
 
-# --- simulate -----------------------------------------------------------------------------------
-
-
 @with_options
 def simulate(
-    schedule: Annotated[
-        str,
-        typer.Argument(
-            help="A schedule's name, or a program's file (*.csv, *.json).", autocompletion=complete
-        ),
-    ],
+    schedule: Annotated[str, argument("A schedule's name, or a program's file (*.csv, *.json).")],
     *,
     settings: Settings,
-    json: Annotated[bool, typer.Option("--json", help="Print the figures alone, as JSON.")] = False,
+    json: Annotated[bool, option("Print the figures alone, as JSON.", "--json")] = False,
 ) -> None:
     """Simulate a step: its timeline in colour, its bubble, its peak memory."""
     result = settings.simulate(load_program(schedule, settings))
@@ -111,29 +110,12 @@ def _print_timeline(result: Simulation) -> None:
     console.print(out.peaks_text(result), soft_wrap=True)
 
 
-# --- compare ------------------------------------------------------------------------------------
-
-
 @with_options
 def compare(
-    schedules: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SCHEDULE...",
-            help="Names, each with options of its own if need be, as in "
-            "interleaved-1f1b:virtual=4; or files with programs.",
-            autocompletion=complete,
-        ),
-    ],
+    schedules: Annotated[list[str], argument(_SCHEDULES, metavar="SCHEDULE...")],
     *,
     settings: Settings,
-    per: Annotated[
-        Per,
-        typer.Option(
-            help="Whether costs are those of a stage, or of a rank, divided equally among its "
-            "stages: this compares one model cut into more or fewer stages."
-        ),
-    ] = Per.STAGE,
+    per: Annotated[Per, option(_PER)] = Per.STAGE,
 ) -> None:
     """Compare schedules: time, bubble and memory side by side.
 
@@ -146,13 +128,13 @@ def compare(
     shown = out.table("schedule", *numbers[:5], "peak per rank", "messages", numbers=numbers)
     failed: dict[str, ScheduleError] = {}
     faults = []
-    for source in schedules:
+    for name in schedules:
         try:
-            result, share, fault = _simulated(source, settings, costs, per)
+            result, share, fault = _simulated(name, settings, costs, per)
         except ScheduleError as error:
-            failed[source] = error
+            failed[name] = error
             continue
-        label = source if ":" in source else result.program.name
+        label = name if ":" in name else result.program.name
         peaks = out.per_rank(tuple(peak / share for peak in result.peak_in_flight))
         if fault is not None:
             peaks = f"[yellow]{peaks} over[/]"
@@ -169,20 +151,19 @@ def compare(
         )
     if not shown.row_count:
         raise next(iter(failed.values()))
-    console = out.console()
-    out.print_table(shown, console)
-    for source, refusal in failed.items():
-        reason = " ".join(message_of(refusal).split()).replace(f"{source}: ", "", 1)
-        console.print(f" {out.plain(source)}   {out.plain(reason)}", soft_wrap=True)
+    out.print_table(shown)
+    for name, refusal in failed.items():
+        reason = " ".join(message_of(refusal).split()).replace(f"{name}: ", "", 1)
+        out.console().print(f" {out.plain(name)}   {out.plain(reason)}", soft_wrap=True)
     for fault in faults:
         out.warn(fault)
 
 
 def _simulated(
-    source: str, settings: Settings, costs: Costs, per: Per
+    name: str, settings: Settings, costs: Costs, per: Per
 ) -> tuple[Simulation, float, str | None]:
     """The simulated step, the stages of a rank's part, and the ranks over the memory limit."""
-    program, share = load_program(source, settings, lenient=True), 1.0
+    program, share = load_program(name, settings, lenient=True), 1.0
     if per is Per.RANK:
         share = costs_divisor(program)
         costs = per_stage_costs(costs, share)
@@ -213,17 +194,11 @@ def _refuse_unused(sources: list[str], settings: Settings) -> None:
         )
 
 
-# --- check --------------------------------------------------------------------------------------
-
-
 def check(
     file: Annotated[str, typer.Argument(help="A program as CSV, in torch's form, or as JSON.")],
     *,
     per_pair: Annotated[
-        bool,
-        typer.Option(
-            "--per-pair", help="One channel per pair of ranks, as NCCL has, instead of two."
-        ),
+        bool, option("One channel per pair of ranks, as NCCL has, instead of two.", "--per-pair")
     ] = False,
 ) -> None:
     """Prove that a program is valid; else list its problems, with exit code 1."""

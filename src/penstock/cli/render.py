@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from penstock.cli import output as out
-from penstock.cli.settings import Settings, with_options
-from penstock.cli.sources import complete, load
+from penstock.cli.settings import Settings, option, with_options
+from penstock.cli.sources import argument, load
 from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.rules import COMPUTE
@@ -25,18 +25,12 @@ _KINDS = ".html (a page), .png, .svg or .pdf (a picture), .json (for https://ui.
 @with_options
 def render(
     source: Annotated[
-        str,
-        typer.Argument(
-            help="A schedule's name, a program's file (*.csv, *.json), or a saved trace (*.json).",
-            autocompletion=complete,
-        ),
+        str, argument("A schedule's name, a program's file (*.csv, *.json), or a trace (*.json).")
     ],
     *,
     settings: Settings,
-    output: Annotated[Path, typer.Option("--output", "-o", help=f"The file: {_KINDS}.")],
-    alone: Annotated[
-        bool, typer.Option("--alone", help="Draw a measured step without the simulated one.")
-    ] = False,
+    output: Annotated[Path, option(f"The file: {_KINDS}.", "--output", "-o")],
+    alone: Annotated[bool, option("Draw only the measured step.", "--alone")] = False,
 ) -> None:
     """Draw a step. A measured step is drawn beside the simulation of its program.
 
@@ -107,8 +101,8 @@ def write_drawing(step: Trace | Simulation, output: Path, beside: Simulation | N
 
 def playground(
     *,
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free port.")] = 5006,
-    browser: Annotated[bool, typer.Option(help="Open it in the browser.")] = True,
+    port: Annotated[int, option("Port to listen on; 0 for any free port.")] = 5006,
+    browser: Annotated[bool, option("Open it in the browser.")] = True,
 ) -> None:
     """Try schedules out on a page with sliders, served on 127.0.0.1 until Ctrl-C."""
     from penstock.view.playground import serve

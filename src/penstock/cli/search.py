@@ -11,7 +11,7 @@ import typer
 
 from penstock.cli import output as out
 from penstock.cli.render import refuse_suffix, write_drawing
-from penstock.cli.settings import Settings, with_options
+from penstock.cli.settings import Settings, option, with_options
 from penstock.schedule.text import save_csv, to_json
 
 if TYPE_CHECKING:
@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 __all__ = ["search"]
 
 _KINDS = ".csv or .json for the program, .html for its page, .png, .svg or .pdf for a picture"
+_OBJECTIVE = "The time to minimize: span if no barrier precedes the optimizer."
+_RECOMPUTE = (
+    "Allow stages to recompute their forward instead of holding activations; it takes "
+    "--cost recompute=..., or as long as F."
+)
+_OFFLOAD = (
+    "Allow stages to offload activations to the host; needs --cost offload=... and "
+    "--cost reload=..., or activation_bytes and offload_bandwidth."
+)
 
 
 class SearchObjective(Enum):
@@ -33,33 +42,13 @@ class SearchObjective(Enum):
 def search(
     *,
     settings: Settings,
-    objective: Annotated[
-        SearchObjective,
-        typer.Option(help="The time to minimize: span if no barrier precedes the optimizer."),
-    ] = SearchObjective.MAKESPAN,
-    time_limit: Annotated[float, typer.Option(help="Time limit of the search, in seconds.")] = 10.0,
-    seed: Annotated[int, typer.Option(help="Seed of random choices.")] = 0,
-    pareto: Annotated[bool, typer.Option(help="Also search time against memory.")] = False,
-    recompute: Annotated[
-        bool,
-        typer.Option(
-            help="Allow stages to recompute their forward instead of holding activations; it takes "
-            "--cost recompute=..., or as long as F."
-        ),
-    ] = False,
-    offload: Annotated[
-        bool,
-        typer.Option(
-            help="Allow stages to offload activations to the host; needs --cost offload=... "
-            "and --cost reload=..., or activation_bytes and offload_bandwidth."
-        ),
-    ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", help="Write the program (.csv, .json) or its page or picture there."
-        ),
-    ] = None,
+    objective: Annotated[SearchObjective, option(_OBJECTIVE)] = SearchObjective.MAKESPAN,
+    time_limit: Annotated[float, option("Time limit of the search, in seconds.")] = 10.0,
+    seed: Annotated[int, option("Seed of random choices.")] = 0,
+    pareto: Annotated[bool, option("Also search time against memory.")] = False,
+    recompute: Annotated[bool, option(_RECOMPUTE)] = False,
+    offload: Annotated[bool, option(_OFFLOAD)] = False,
+    output: Annotated[Path | None, option(f"The file: {_KINDS}.", "--output", "-o")] = None,
 ) -> None:
     """Search for the best program of one copy of the model within --memory, and prove a bound."""
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -93,19 +82,23 @@ def search(
     # Without a memory limit, recomputation and offload can't make a program faster.
     _print(found, among_all=settings.memory is None or recompute or offload)
     if output is not None:
-        _write(found, output)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        match output.suffix.lower():
+            case ".csv":
+                save_csv(found.program, output)
+            case ".json":
+                output.write_text(to_json(found.program), encoding="utf-8")
+            case _:
+                write_drawing(found.simulation, output)
         typer.echo(f"wrote {output}")
 
 
 def _print(found: SearchResult, *, among_all: bool) -> None:
     console = out.console()
-    among = "" if among_all else "without recomputation or offload, "
-    proof = (
-        f"[bold green]{among}no program of one copy of the model is better[/]"
-        if found.is_proven
-        else f"{among}no program of one copy of the model is below {out.number(found.bound)}: "
-        f"a gap of {found.gap:.2%} at most"
-    )
+    others = "" if among_all else "without recomputation or offload, "
+    others += "no program of one copy of the model is"
+    bound = f"{others} below {out.number(found.bound)}: a gap of {found.gap:.2%} at most"
+    proof = f"[bold green]{others} better[/]" if found.is_proven else bound
     best = f"[bold]{found.objective} {out.number(found.value)}[/], {proof}; found by {found.method}"
     for line in (best, out.figures_text(found.simulation), out.peaks_text(found.simulation)):
         console.print(line, soft_wrap=True)
@@ -113,15 +106,4 @@ def _print(found: SearchResult, *, among_all: bool) -> None:
         shown = out.table("peak", found.objective, "found by", numbers=("peak", found.objective))
         for point in found.pareto:
             shown.add_row(out.number(point.peak), out.number(point.value), point.method)
-        out.print_table(shown, console)
-
-
-def _write(found: SearchResult, output: Path) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    kind = output.suffix.lower()
-    if kind == ".csv":
-        save_csv(found.program, output)
-    elif kind == ".json":
-        output.write_text(to_json(found.program), encoding="utf-8")
-    else:
-        write_drawing(found.simulation, output)
+        out.print_table(shown)

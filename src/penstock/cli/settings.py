@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, is_dataclass
-from functools import wraps
+from functools import partial, wraps
 from inspect import Parameter, signature
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ from penstock.schedule.program import Program
 from penstock.simulate.costs import Costs, MessageCost
 from penstock.simulate.simulation import Simulation, simulate
 
-__all__ = ["Settings", "message_of", "with_options"]
+__all__ = ["Settings", "message_of", "option", "with_options"]
 
 _RANKS, _MICROBATCHES = 4, 8
 _OWN_OPTIONS = ("forward", "input_grad", "weight_grad", "latency", "overlap")
@@ -28,14 +28,12 @@ _OWN_OPTIONS = ("forward", "input_grad", "weight_grad", "latency", "overlap")
 _OTHER_COSTS = tuple(each.name for each in fields(Costs) if each.name not in _OWN_OPTIONS)
 
 
-def _option(text: str, *flags: str, **more: Any) -> Any:
+def option(text: str, *flags: str, **more: Any) -> Any:
+    """An option of a subcommand, with its help; its flag is its name if none is given."""
     return typer.Option(*flags, help=text, **more)
 
 
-def _cost(text: str, **more: Any) -> Any:
-    return _option(text, rich_help_panel="Costs", **more)
-
-
+_cost = partial(option, rich_help_panel="Costs")
 _OPTION_TEXT = "An option of the schedule, such as group=4; may be repeated."
 _MEMORY_TEXT = (
     "Memory limit of a rank: in activations, or in bytes with --cost activation_bytes=..."
@@ -52,18 +50,18 @@ _JITTER_TEXT = "Lengthen each computation by a random share of its cost, up to t
 class Settings:
     """The shared options of one command line, as given; None stands for a default."""
 
-    ranks: Annotated[int | None, _option("Ranks.", "--ranks", "-p", show_default="4")] = None
+    ranks: Annotated[int | None, option("Ranks.", "--ranks", "-p", show_default="4")] = None
     microbatches: Annotated[
-        int | None, _option("Microbatches per step.", "--microbatches", "-m", show_default="8")
+        int | None, option("Microbatches per step.", "--microbatches", "-m", show_default="8")
     ] = None
     virtual: Annotated[
         int | None,
-        _option("Stages per rank.", "--virtual", "-v", show_default="the schedule's usual number"),
+        option("Stages per rank.", "--virtual", "-v", show_default="the schedule's usual number"),
     ] = None
     option: Annotated[
-        list[str] | None, _option(_OPTION_TEXT, "--option", "-O", metavar="NAME=VALUE")
+        list[str] | None, option(_OPTION_TEXT, "--option", "-O", metavar="NAME=VALUE")
     ] = None
-    memory: Annotated[float | None, _option(_MEMORY_TEXT, show_default="none")] = None
+    memory: Annotated[float | None, option(_MEMORY_TEXT, show_default="none")] = None
     forward: Annotated[str, _cost("Time of F: one number, or one per stage as 1,2,1.")] = "1"
     input_grad: Annotated[str, _cost("Time of I, the input gradient.")] = "1"
     weight_grad: Annotated[str, _cost("Time of W, the weight gradient; B takes I + W.")] = "1"

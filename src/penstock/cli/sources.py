@@ -12,6 +12,9 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import typer
 
 from penstock.cli.settings import Settings
 from penstock.errors import ScheduleError
@@ -23,10 +26,9 @@ from penstock.schedule.text import from_json, load_csv
 from penstock.simulate.costs import build_for
 from penstock.trace import Trace
 
-__all__ = ["complete", "is_file", "load", "load_program", "takes_virtual"]
+__all__ = ["argument", "complete", "is_file", "load", "load_program", "takes_virtual"]
 
 _SUFFIXES = (".csv", ".json")
-_SEPARATORS = tuple(mark for mark in (os.sep, os.altsep) if mark)
 # Matches as a key: inside a JSON string a backslash would precede the quotation mark.
 _TRACE = re.compile(r'"traceEvents"\s*:')
 
@@ -37,10 +39,16 @@ def complete(incomplete: str) -> Iterator[tuple[str, str]]:
         if each.name.startswith(incomplete.lower()):
             yield each.name, each.summary
     head, slash, begun = incomplete.rpartition("/")
-    for path in sorted(Path(head + slash).glob("*")):
-        if path.name.startswith(begun) and (path.suffix in _SUFFIXES or path.is_dir()):
-            shown = f"{head}{slash}{path.name}"
-            yield (f"{shown}/", "folder") if path.is_dir() else (shown, "file")
+    for path in sorted(Path(head + slash).glob(f"{begun}*")):
+        if path.is_dir():
+            yield f"{head}{slash}{path.name}/", "folder"
+        elif path.suffix in _SUFFIXES:
+            yield f"{head}{slash}{path.name}", "file"
+
+
+def argument(text: str, **more: Any) -> Any:
+    """An argument of a subcommand that names sources, with its help."""
+    return typer.Argument(help=text, autocompletion=complete, **more)
 
 
 def is_file(source: str) -> bool:
@@ -48,13 +56,12 @@ def is_file(source: str) -> bool:
 
     A schedule's name takes precedence.
     """
-    path = Path(source)
-    if path.suffix.lower() in _SUFFIXES or any(mark in source for mark in _SEPARATORS):
+    if source.lower().endswith(_SUFFIXES) or os.path.dirname(source):
         return True
     try:
         family(source.partition(":")[0])
     except ScheduleError:
-        return path.is_file()
+        return Path(source).is_file()
     return False
 
 
@@ -85,16 +92,13 @@ def load(source: str, settings: Settings, *, lenient: bool = False) -> Program |
 
             return from_perfetto(text)
         return from_json(text)
-    except UnicodeDecodeError as error:
-        raise ScheduleError(f"{source}: not a text file in UTF-8 ({error})") from error
-    except ScheduleError as error:
+    except (UnicodeDecodeError, ScheduleError) as error:
         raise ScheduleError(f"{source}: {error}") from error
 
 
 def _build(source: str, settings: Settings, lenient: bool) -> Program:
     name, colon, own = source.partition(":")
-    chosen = family(name)
-    options, sizes = settings.options(), settings.sizes()
+    chosen, options, sizes = family(name), settings.options(), settings.sizes()
     if lenient:
         options = {key: value for key, value in options.items() if chosen.takes_option(key)}
         sizes["virtual"] = settings.virtual if takes_virtual(chosen, settings.virtual) else None

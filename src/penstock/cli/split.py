@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from penstock.cli import output as out
 from penstock.cli.models import ModelRequest, load_model, parse_bytes, user_error
-from penstock.cli.settings import with_options
+from penstock.cli.settings import option, with_options
 from penstock.errors import PartitionError, PenstockError
 from penstock.partition.balance.balance import BalanceConfig, SplitObjective, balanced, split_costs
 from penstock.partition.balance.costs import Profile, repeat_layers
@@ -29,55 +30,37 @@ from penstock.simulate.memory import StageMemory, peaks
 
 __all__ = ["split"]
 
+_bytes = partial(option, parser=parse_bytes, metavar="BYTES")
 _NUMBERS = ("stage", "rank", "parameters", "time", "share", "activations", "holds", "sends")
-
-
-def _bytes(text: str) -> Any:
-    return typer.Option(help=text, parser=parse_bytes, metavar="BYTES")
 
 
 @with_options
 def split(
     *,
-    stages: Annotated[int | None, typer.Option("--stages", "-s", help="How many stages.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the plan: *.toml.")
-    ] = None,
+    stages: Annotated[int | None, option("How many stages.", "--stages", "-s")] = None,
+    output: Annotated[Path | None, option("Write the plan: *.toml.", "--output", "-o")] = None,
     request: ModelRequest,
-    runs: Annotated[int, typer.Option(help="Measure so often; the median counts.")] = 5,
-    costs: Annotated[
-        Path | None,
-        typer.Option(help="Read costs from this file where it is; else measure, and write it."),
-    ] = None,
-    layout: Annotated[
-        str | None, typer.Option(help="Cut as Megatron's layout says: 'Et*3|(tt|)*29,m|L'.")
-    ] = None,
-    rule: Annotated[str | None, typer.Option(help="Not supported.", hidden=True)] = None,
-    schedule: Annotated[
-        str | None,
-        typer.Option(help="Balance for this schedule's ranks, which may hold several stages."),
-    ] = None,
+    runs: Annotated[int, option("Measure so often; the median counts.")] = 5,
+    costs: Annotated[Path | None, option("Costs to use; if there are none, measured ones.")] = None,
+    layout: Annotated[str | None, option("Megatron's layout, as 'Et*3|(tt|)*29,m|L'.")] = None,
+    rule: Annotated[str | None, option("Not supported.", hidden=True)] = None,
+    schedule: Annotated[str | None, option("Balance for the ranks of this schedule.")] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", "-r", help="On how many ranks --schedule runs.")
+        int | None, option("On how many ranks --schedule runs.", "--ranks", "-r")
     ] = None,
     objective: Annotated[
-        SplitObjective,
-        typer.Option(help="The slowest stage or rank (max), or a step's length (step)."),
+        SplitObjective, option("The slowest stage or rank (max), or a step's length (step).")
     ] = SplitObjective.BOTTLENECK,
     microbatches: Annotated[
-        int | None, typer.Option("--microbatches", "-m", help="Microbatches per step.")
+        int | None, option("Microbatches per step.", "--microbatches", "-m")
     ] = None,
-    memory_limit: Annotated[
-        float | None, _bytes("The most that a rank may hold, such as 16GB.")
-    ] = None,
+    memory_limit: Annotated[float | None, _bytes("The most that a rank may hold, as 16GB.")] = None,
     state_factor: Annotated[
-        float, typer.Option(help="Held per byte of parameters: 4 with gradients and Adam.")
+        float, option("Held per byte of parameters: 4 with gradients and Adam.")
     ] = 4.0,
-    bandwidth: Annotated[
-        float | None, _bytes("Bytes per second between stages, such as 10GB.")
-    ] = None,
-    latency: Annotated[float, typer.Option(help="Seconds that each transfer takes besides.")] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    bandwidth: Annotated[float | None, _bytes("Bytes per second between stages, as 10GB.")] = None,
+    latency: Annotated[float, option("Seconds that each transfer takes besides.")] = 0.0,
+    as_json: Annotated[bool, option("Print the plan as JSON.", "--json")] = False,
 ) -> None:
     """Measure a model, cut it into balanced stages, and show what each holds and sends."""
     if rule is not None:
@@ -189,7 +172,7 @@ def _show(plan: Plan, measured: Profile, counts: Sequence[int], config: BalanceC
     for row in rows:
         shown.add_row(*row.values())
     console = out.console()
-    out.print_table(shown, console)
+    out.print_table(shown)
     what = "stage" if config.placement is None else "rank"
     times = split_costs(measured, counts, placement=config.placement).rank_time_s
     above = max(times) / (sum(times) / len(times)) - 1
