@@ -41,25 +41,20 @@ class Playground:
 
     def __init__(self, document: Any) -> None:
         names = [each.name for each in schedules()]
-        wide, self.document = {"width": 255}, document
-        self.schedule = bk.Select(
-            title="schedule", value="1f1b", options=names, name="schedule", **wide
-        )
+        self.document = document
+        self.schedule = _choice(bk.Select, "schedule", "1f1b", options=names)
         self.ranks = _slider("ranks", 4, 1, 64, 1)
         self.microbatches = _slider("microbatches", 8, 1, 128, 1)
         self.virtual = _slider("stages per rank", 1, 1, 8, 1)
-        self.options = bk.TextInput(
-            title="options of the schedule", placeholder="none", name="options", **wide
-        )
+        self.options = _choice(bk.TextInput, "options of the schedule", "", placeholder="none")
         self.per = bk.RadioButtonGroup(labels=["per stage", "per rank"], active=0, name="per")
         self.forward = _slider("forward F", 1.0, 0.0, 5.0, 0.1)
         self.input_grad = _slider("input gradient I", 1.0, 0.0, 5.0, 0.1)
         self.weight_grad = _slider("weight gradient W", 1.0, 0.0, 5.0, 0.1)
         self.latency = _slider("latency of a message", 0.0, 0.0, 2.0, 0.05)
         self.memory = _slider("memory limit (0: none)", 0, 0, 128, 1)
-        self.compared = bk.MultiChoice(
-            title="compare with", value=_COMPARED, options=names, name="compared", **wide
-        )
+        self.compared = _choice(bk.MultiChoice, "compare with", _COMPARED, options=names)
+        self.compared.name = "compared"
         self.timeline, self.heading, self.legend = Timeline(), div(), div()
         self.figures, self.comparison = div(name="figures"), div(name="comparison")
         self.error = div(visible=False, name="error")
@@ -102,13 +97,15 @@ class Playground:
 
     def _continue_drawing(self) -> None:
         """Take one step of the drawing; its changes reach the browser in one message."""
-        assert self._drawing is not None
+        drawing, self._drawing = self._drawing, None
+        assert drawing is not None
         self.document.hold("combine")
         try:
-            next(self._drawing)
+            next(drawing)
+            self._drawing = drawing
             self.document.add_next_tick_callback(self._continue_drawing)
         except StopIteration:
-            self._drawing = None
+            pass
         finally:
             self.document.unhold()
 
@@ -160,11 +157,12 @@ class Playground:
         self.figures.text = figures_html(figures_of([outcome], limit=limit))
 
 
+def _choice(kind: Any, title: str, value: Any, **more: Any) -> Any:
+    return kind(title=title, value=value, name=title.split()[0], width=255, **more)
+
+
 def _slider(title: str, value: float, start: float, end: float, step: float) -> Any:
-    name = title.split()[0]
-    return bk.Slider(
-        title=title, value=value, start=start, end=end, step=step, name=name, width=255
-    )
+    return _choice(bk.Slider, title, value, start=start, end=end, step=step)
 
 
 def _comparison_html(
@@ -180,26 +178,24 @@ def _comparison_html(
     results = {name: each for name, each in outcomes.items() if isinstance(each, Simulation)}
     ratios = {name: each.bubble_ratio for name, each in results.items()}
     peaks = {name: max(each.peak_bytes) for name, each in results.items()}
-    body = ""
+    rows = ""
     for name in sorted(outcomes, key=lambda name: ratios.get(name, 2.0)):
         outcome, shown = outcomes[name], escape(name)
-        body += f"<tr><td>{f'<b>{shown}</b>' if name == chosen else shown}</td>"
+        rows += f"<tr><td>{f'<b>{shown}</b>' if name == chosen else shown}</td>"
         if isinstance(outcome, str):
-            reason = outcome.removeprefix(f"{name}: ")
-            body += f'<td colspan="5">{escape(reason)}</td></tr>'
+            rows += f'<td colspan="5">{escape(outcome.removeprefix(f"{name}: "))}</td></tr>'
             continue
-        ratio, peak = ratios[name], peaks[name]
-        colour = "#d64545" if memory is not None and peak > memory else "#d9a441"
+        colour = "#d64545" if memory is not None and peaks[name] > memory else "#d9a441"
         cells = (
             str(outcome.program.num_stages // outcome.program.num_ranks),
             amount(outcome.makespan),
-            _bar(f"{ratio:.1%}", ratio, max(ratios.values()), "#4f86d9"),
+            _bar(f"{ratios[name]:.1%}", ratios[name], max(ratios.values()), "#4f86d9"),
             f"{outcome.span_bubble_ratio:.1%}",
-            _bar(amount(peak), peak, max(peaks.values()), colour),
+            _bar(amount(peaks[name]), peaks[name], max(peaks.values()), colour),
         )
-        body += "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+        rows += "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     return f'<div class="card">{table}</div>'
 
 
