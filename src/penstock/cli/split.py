@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,15 +18,16 @@ from penstock.cli import output as out
 from penstock.cli.models import ModelRequest, load_model, parse_bytes, user_error
 from penstock.cli.settings import option, with_options
 from penstock.errors import PartitionError, PenstockError
-from penstock.partition.balance.balance import BalanceConfig, SplitObjective, balanced, split_costs
-from penstock.partition.balance.costs import Profile, repeat_layers
-from penstock.partition.balance.for_program import balance_for
+from penstock.partition.balance.costs import Profile, SplitObjective, repeat_layers
 from penstock.partition.balance.layout import Layout
 from penstock.partition.plan import Plan, rules_refused, toml_path
 from penstock.schedule.messages import numbers_of
 from penstock.schedule.program import Program
 from penstock.schedule.registry import choose_program
 from penstock.simulate.memory import StageMemory, peaks
+
+if TYPE_CHECKING:
+    from penstock.partition.balance.balance import BalanceConfig
 
 __all__ = ["split"]
 
@@ -63,6 +64,10 @@ def split(
     as_json: Annotated[bool, option("Print the plan as JSON.", "--json")] = False,
 ) -> None:
     """Measure a model, cut it into balanced stages, and show what each holds and sends."""
+    # These import NumPy, which no other command needs.
+    from penstock.partition.balance.balance import BalanceConfig, balanced, split_costs
+    from penstock.partition.balance.for_program import balance_for
+
     if rule is not None:
         raise rules_refused(rule)
     cut = None if layout is None else Layout.parse(layout)
@@ -122,7 +127,11 @@ def split(
     if as_json:
         typer.echo(json.dumps(plan.to_dict(), indent=2))
         return
-    _show(plan, measured, counts, config)
+    sizes = numbers_of(block=len(measured.blocks), stage=num_stages)
+    times = split_costs(measured, counts, placement=config.placement).rank_time_s
+    _show(plan, config, sizes, times)
+    typer.echo(f"layout {Layout.of(measured.blocks, counts)}")
+    out.console().print(plan.made, markup=False, soft_wrap=True, style="dim")
     if output is not None:
         typer.echo(f"wrote {output}")
 
@@ -162,27 +171,20 @@ def _peak_in_flight(program: Program) -> list[int]:
     return found
 
 
-# --- the table ----------------------------------------------------------------------------------
-
-
-def _show(plan: Plan, measured: Profile, counts: Sequence[int], config: BalanceConfig) -> None:
+def _show(plan: Plan, config: BalanceConfig, sizes: str, rank_time_s: Sequence[float]) -> None:
+    """Print a row per stage, and the slowest stage or rank."""
     rows = [_row(plan, config, stage) for stage in range(plan.num_stages)]
-    title = f"{plan.model}: {numbers_of(block=len(measured.blocks), stage=plan.num_stages)}"
-    shown = out.table(*rows[0], numbers=_NUMBERS, title=title)
+    shown = out.table(*rows[0], numbers=_NUMBERS, title=f"{plan.model}: {sizes}")
     for row in rows:
         shown.add_row(*row.values())
-    console = out.console()
     out.print_table(shown)
     what = "stage" if config.placement is None else "rank"
-    times = split_costs(measured, counts, placement=config.placement).rank_time_s
-    above = max(times) / (sum(times) / len(times)) - 1
-    console.print(
-        f"slowest {what} [bold]{out.seconds_text(max(times))}[/] per microbatch, forward and "
-        f"backward; {above:.2%} above the mean of all {what}s",
+    slowest_s, mean_s = max(rank_time_s), sum(rank_time_s) / len(rank_time_s)
+    out.console().print(
+        f"slowest {what} [bold]{out.seconds_text(slowest_s)}[/] per microbatch, forward and "
+        f"backward; {slowest_s / mean_s - 1:.2%} above the mean of all {what}s",
         soft_wrap=True,
     )
-    typer.echo(f"layout {Layout.of(measured.blocks, counts)}")
-    console.print(plan.made, markup=False, soft_wrap=True, style="dim")
 
 
 def _row(plan: Plan, config: BalanceConfig, stage: int) -> dict[str, str]:
