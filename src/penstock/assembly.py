@@ -67,14 +67,18 @@ def assemble(spec: PipelineSpec) -> Assembly:
         PartitionError: the model can't be cut so.
         ScheduleError: ranks, stages and microbatches do not fit the schedule.
     """
-    model, schedule = spec.model, spec.schedule
-    _refuse_empty(model)
-    where = None
+    model, where, forecast = spec.model, None, None
+    if not isinstance(model, nn.Module | Sequence):
+        raise PartitionError(
+            f"the model is a {type(model).__name__}, expected a module, a list of modules, or a "
+            "list of PipelineStages"
+        )
+    if isinstance(model, nn.Sequential | Sequence) and not len(model):
+        what = "nn.Sequential" if isinstance(model, nn.Module) else "list of modules or stages"
+        raise PartitionError(f"the {what} is empty: there is nothing to run")
     if spec.split is not None:
         where = SplitSpec.parse(spec.split, sequence=is_sequence(model))
-    if isinstance(schedule, os.PathLike):
-        schedule = load_csv(schedule)
-    forecast = None
+    schedule = load_csv(spec.schedule) if isinstance(spec.schedule, os.PathLike) else spec.schedule
     if schedule == "auto":
         from penstock.auto import find_program  # imports the search
 
@@ -96,18 +100,17 @@ def assemble(spec: PipelineSpec) -> Assembly:
     if not isinstance(model, nn.Module) and all(isinstance(m, PipelineStage) for m in model):
         return _of_stages(spec, tuple(model), program, forecast)
     cut = _cut(spec, where, program)
-    modules = cut.modules
+    modules, device = cut.modules, spec.device
     shared_buffers = SharedBuffers(dict(enumerate(modules)))
-    local = _local(program, spec.group)
-    mine = [modules[program.placement.model_stage(i)] for i in local]
-    materialize(mine, spec.device, spec.init_fn, model if isinstance(model, nn.Module) else None)
-    stages = (
-        PipelineStage(module, i, program.num_stages, spec.device, group=spec.group)
-        for i, module in zip(local, mine, strict=True)
-    )
+    mine = {i: modules[program.placement.model_stage(i)] for i in _local(program, spec.group)}
+    root = model if isinstance(model, nn.Module) else None
+    materialize(list(mine.values()), device, spec.init_fn, root)
     return Assembly(
         program=program,
-        stages=tuple(stages),
+        stages=tuple(
+            PipelineStage(module, i, program.num_stages, device, group=spec.group)
+            for i, module in mine.items()
+        ),
         ties=[*spec.shared, *find_ties(modules)],
         loss_fn=own_loss if spec.loss_fn is None and cut.has_loss else spec.loss_fn,
         forecast=forecast,
@@ -119,20 +122,20 @@ def assemble(spec: PipelineSpec) -> Assembly:
 
 def _cut(spec: PipelineSpec, split: SplitSpec | None, program: Program) -> ModelCut:
     """Split the model into the modules of all stages."""
+    model, example, device = spec.model, spec.example, spec.device
     if split is not None and split.auto:
         from penstock.partition.profile import balanced_plan  # imports the profiler
 
-        def measure() -> str:
-            return balanced_plan(
-                spec.model, program, spec.example, device=spec.device, loss_fn=spec.loss_fn
-            ).to_toml()
-
         # Measured on one rank only, since times differ between ranks.
-        split = SplitSpec.parse(Plan.from_toml(from_first_rank(spec.group, measure)))
+        plan = from_first_rank(
+            spec.group,
+            lambda: balanced_plan(
+                model, program, example, device=device, loss_fn=spec.loss_fn
+            ).to_toml(),
+        )
+        split = SplitSpec.parse(Plan.from_toml(plan))
     num = program.placement.num_model_stages
-    cut = cut_model(
-        spec.model, split, num, example=spec.example, device=spec.device, method=spec.method
-    )
+    cut = cut_model(model, split, num, example=example, device=device, method=spec.method)
     return cut if program.num_splits == 1 else replace(cut, modules=with_states(cut.modules))
 
 
@@ -143,8 +146,7 @@ def _of_stages(
     forecast: Forecast | None,
 ) -> Assembly:
     """Assemble ready-made stages: those of all ranks, or only this process's."""
-    ties: Sequence[Tie] = stages[0].ties
-    names: frozenset[str] | None = None
+    ties, names = stages[0].ties, None
     if [stage.stage_index for stage in stages] == list(range(program.num_stages)):
         modules = [stage.submod for stage in stages[: program.placement.num_model_stages]]
         SharedBuffers(dict(enumerate(modules)))  # refuses shared statistics
@@ -162,26 +164,12 @@ def _of_stages(
 
 def _local(program: Program, group: dist.ProcessGroup | None) -> Sequence[int]:
     """The stages of this process."""
-    if group is None:
-        return range(program.num_stages)
-    return program.placement.stages_of(group.rank())
+    everywhere = range(program.num_stages)
+    return everywhere if group is None else program.placement.stages_of(group.rank())
 
 
 def _state_names(modules: Sequence[nn.Module]) -> frozenset[str]:
     return frozenset(plain_name(m, n) for m in modules for n in m.state_dict())
-
-
-def _refuse_empty(model: object) -> None:
-    if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
-        return
-    if not isinstance(model, (nn.Sequential, Sequence)):
-        raise PartitionError(
-            f"the model is a {type(model).__name__}, expected a module, a list of modules, or a "
-            "list of PipelineStages"
-        )
-    if not len(model):
-        what = "nn.Sequential" if isinstance(model, nn.Sequential) else "list of modules or stages"
-        raise PartitionError(f"the {what} is empty: there is nothing to run")
 
 
 def _num_stages(model: ModelOrStages, split: SplitSpec | None, copies: int) -> int | None:

@@ -7,7 +7,7 @@ same script with one rank per process.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
 
@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline"]
 
 
-class Pipeline:
+class Pipeline(ModelState):
     """A model split into stages, and a schedule that trains the stages.
+
+    Names of parameters and buffers are those of the unsplit model.
 
     Args:
         model: a module or a list of layers, cut by ``split``; a list of modules, each one a stage,
@@ -102,9 +104,9 @@ class Pipeline:
         from penstock.assembly import assemble  # imports all of partition
 
         self.device = chosen_device(device)
-        self._group = process_group(group, self.device, ranks)
+        group = process_group(group, self.device, ranks)
         # The other ranks may be waiting for this rank in their first step.
-        with publishing_errors(self._group):
+        with publishing_errors(group):
             made = assemble(
                 PipelineSpec(
                     model=model,
@@ -119,23 +121,21 @@ class Pipeline:
                     example=example,
                     init_fn=init_fn,
                     device=self.device,
-                    group=self._group,
+                    group=group,
                     shared=options.get("shared", ()),
                 )
             )
+        super().__init__(made.stages, made.program.placement, made.ties, group, made.state_names)
         self.num_ranks = made.program.num_ranks
-        self.rank = self._group.rank() if self._group is not None else 0
+        self.rank = group.rank() if group is not None else 0
         self.stages: tuple[PipelineStage, ...] = made.stages
         self._takes_model_call, self._forecast = made.takes_model_call, made.forecast
         self._schedule = ScheduleProgram(
-            list(self.stages),
+            list(made.stages),
             made.program,
             made.loss_fn,
-            transports=None if self._group is not None else list(loopback(self.num_ranks)),
+            transports=loopback(self.num_ranks) if group is None else None,
             **{**options, "shared": made.ties},
-        )
-        self._state = ModelState(
-            self.stages, made.program.placement, made.ties, self._group, made.state_names
         )
         if made.shared_buffers is not None:
             self._schedule.engine.shared_buffers = made.shared_buffers
@@ -165,14 +165,12 @@ class Pipeline:
         """
         if not self.program.has_backward:
             raise ScheduleError(
-                f"step() trains, but {self.program.name} has no backward; call eval(), which "
-                "returns outputs, and given a target leaves the losses in pipe.losses"
+                f"step() trains, but {self.program.name} has no backward; call eval()"
             )
         if not self._schedule.has_loss:
             raise StageError(
                 "step() trains, but there is no loss: pass loss_fn= to Pipeline; a model that "
-                "computes its loss itself returns it as `loss` for the example= (with labels in "
-                "it, if it needs them); for outputs alone, call eval()"
+                "computes its loss itself returns it as `loss` for the example="
             )
         kwargs.setdefault("return_outputs", False)
         if target is None and self._takes_model_call:
@@ -206,10 +204,10 @@ class Pipeline:
         splitter, device = self._schedule.splitter, self.device
         if device.type == "cpu" or is_placed((args, target, kwargs)):
             return args, target, kwargs
-        kept = {"losses": kwargs["losses"]} if "losses" in kwargs else {}
+        filled = {name: kwargs[name] for name in ("losses",) if name in kwargs}
         args = moved(args, device) if splitter.has_first else args
         target = moved(target, device) if splitter.has_last else target
-        return args, target, moved(kwargs, device) | kept
+        return args, target, moved(kwargs, device) | filled
 
     # --- looking -----------------------------------------------------------------------------
 
@@ -246,69 +244,19 @@ class Pipeline:
             stage.submod.train(mode)
         return self
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters under the unsplit model's names; shared ones once.
-
-        A tied parameter has its name in the earliest stage, even if that is on another rank.
-        """
-        return self._state.named_parameters()
-
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters.
 
-        Torch's optimizers raise on a rank without parameters, but not if they are given as
+        Torch's optimizers accept a rank without parameters as
         ``[{"params": list(pipe.parameters())}]``.
         """
         return (param for _, param in self.named_parameters())
-
-    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """This process's buffers under the unsplit model's names."""
-        return self._state.named_buffers()
-
-    def state_dict(
-        self, *, full: bool = False, keep: Callable[[str], bool] = lambda _: True
-    ) -> dict[str, Any]:
-        """This process's parameters and buffers under the unsplit model's names.
-
-        Args:
-            full: gather the state of all ranks on the CPU, in a collective call.
-            keep: a predicate that selects names, such as those of adapters.
-
-        Raises:
-            PartitionError: manually split stages have a name in common.
-        """
-        return self._state.state_dict(full=full, keep=keep)
-
-    def parameter_stages(self) -> dict[str, int]:
-        """The model's stage of each of this process's parameters, by name."""
-        return self._state.parameter_stages()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load this process's part of an unsplit model's state dict.
-
-        Any name of a tied parameter is accepted. A sharded parameter may be a full tensor in the
-        state dict, as ``state_dict(full=True)`` returns it.
-
-        Raises:
-            PartitionError: a key of this process is missing, a key is unexpected, or manually
-                split stages have a name in common. Nothing is loaded.
-        """
-        self._state.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients to None or zero, as ``nn.Module.zero_grad`` does."""
         for param in self.parameters():
             grad = None if set_to_none else param.grad
             param.grad = None if grad is None else torch.zeros_like(grad)
-
-    if not TYPE_CHECKING:  # type checkers would accept every attribute
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Explain how to reach an attribute of ``nn.Module``."""
-            message = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if hasattr(nn.Module, name):
-                message += "; this process's modules, which have it, are pipe.stages[i].submod"
-            raise AttributeError(message, name=name, obj=self)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse copying and pickling, since stages are bound to their ranks and processes."""

@@ -425,10 +425,10 @@ MISTAKES = {
         doubled_on_a_rank, (SCH, SCH), r"stage indices \[1, 1\]: pass each stage once", (1,)
     ),
     "missing stage": Mistake(
-        missing_stage, (SCH, SCH), r"needs the stages \[1, 3\].*missing: \[3\]", (1,)
+        missing_stage, (SCH, SCH), r"needs the stages \[1, 3\].*given \[1\]", (1,)
     ),
     "wrong number of stages": Mistake(
-        wrong_number_of_stages, (SCH, SCH), "3 stages on 2 ranks.*multiple of the number of ranks"
+        wrong_number_of_stages, (SCH, SCH), "3 stages on 2 ranks.*takes a multiple of 2"
     ),
     "two per rank for 1f1b": Mistake(
         two_per_rank_for_1f1b, (SCH, SCH), "1f1b: virtual=2 stages per rank do not work; 1 does"

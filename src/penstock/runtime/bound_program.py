@@ -59,11 +59,8 @@ class BoundProgram:
         *,
         train: bool,
     ) -> None:
-        self.train = train
-        self.program = program
-        self._config = config
-        self._stages = stages
-        self._transports = transports
+        self.program, self.train = program, train
+        self._config, self._stages, self._transports = config, stages, transports
         self._streams = streams
         self._is_single_process = len(transports) == program.num_ranks
         placement = program.placement
@@ -72,25 +69,25 @@ class BoundProgram:
         self._exit_ranks = [placement.rank_of(stage) for stage in placement.exits]
         self._device = next(iter(stages.values())).device
         self._needs_target = train and needs_target(config.loss_fn)
-        self._num_begun = 0
         self._known_shapes: set[int] = set()
         # By the shape id of the first microbatch, which is another one under autocast.
         self._loss_dtypes: dict[int, torch.dtype | None] = {}
         self._pair_function: PairFunction | None = None
-        self._dual_streams = self._make_dual_streams()
+        self._dual_streams: DualStreams | None = None
+        if streams is not None and config.overlap and overlap.takes_streams(program):
+            self._dual_streams = DualStreams(streams)
         self.runners = self._make_runners()
-        self.executor = Executor(self._bind(), streams)
+        self.rebind(program)
 
-    def rebind(self, program: CheckedProgram) -> None:
-        """Switch to another program with the same computations and messages; keeps caches."""
-        self.program = program
-        if self._dual_streams is not None:
-            self._dual_streams = self._make_dual_streams()
-        self.executor = Executor(self._bind(), self._streams)
-
-    def run_pairs_by(self, function: PairFunction) -> None:
-        """Run the overlapped pairs by ``function`` (see ``runtime/overlap.py``)."""
-        self._pair_function, self._dual_streams = function, None
+    def rebind(
+        self, program: CheckedProgram | None = None, pair_function: PairFunction | None = None
+    ) -> None:
+        """Bind another program with the same computations and messages, or a function that runs
+        overlapped pairs (see ``runtime/overlap.py``); keeps caches."""
+        self.program = program or self.program
+        self._pair_function = pair_function or self._pair_function
+        if self._pair_function is not None or not overlap.takes_streams(self.program):
+            self._dual_streams = None
         self.executor = Executor(self._bind(), self._streams)
 
     # --- the start of a step -----------------------------------------------------------------
@@ -101,26 +98,24 @@ class BoundProgram:
         joined = " with outputs" if self._exchanges_outputs(step) else ""
         return f"{call}{joined}, after {num_steps} others"
 
-    def begin(self, step: StepState) -> None:
-        """Begin a step on all ranks: broadcast the shape ids, which are set in ``step``.
+    def begin(self, step: StepState, number: int) -> None:
+        """Begin the step of this number: broadcast the shape ids, which are set in ``step``.
 
         Raises:
             StageError: inputs or targets are missing where they are needed, or the ranks where
                 inputs enter were given different ones.
         """
-        self._num_begun += 1
-        transport, first = self._transports[0], self._entry_ranks[0]
+        transport, first, alone = self._transports[0], self._entry_ranks[0], self._is_single_process
         # The first rank's keyword arguments are part of its inputs.
-        kwargs = () if self._is_single_process or transport.rank == first else step.kwargs
+        kwargs = () if alone or transport.rank == first else step.kwargs
         conditions = run_conditions(self._stages.values(), self._device)
-        gathered = transport.all_gather_ints(condition_id(conditions, kwargs, self._num_begun))
+        gathered = transport.all_gather_ints(condition_id(conditions, kwargs, number))
         self._check_given(step)
-        enters = self._is_single_process or transport.rank in self._entry_ranks
-        ids = [0] * self.program.num_microbatches
-        if enters and step.args is not None:
-            ids = shape_ids(step.args, step.kwargs, gathered, self._num_begun)
-        for each in sorted(self._transports, key=lambda t: t.rank != first):
-            step.shape_ids = each.broadcast_ints(ids, first)
+        enters, ids = alone or transport.rank in self._entry_ranks, step.shape_ids
+        if enters:
+            assert step.args is not None
+            ids = shape_ids(step.args, step.kwargs, gathered, number)
+        step.shape_ids = ids if alone else transport.broadcast_ints(ids, first)
         if enters and step.shape_ids != ids:
             raise StageError(
                 f"the inputs here have other shapes than those on rank {first}; each rank where "
@@ -135,26 +130,23 @@ class BoundProgram:
         resends = [runner.begin(step, forget=forget) for runner in self.runners.values()]
         # Receives that wait for metadata are posted late, so that a bounded sender could deadlock.
         unbounded = self._config.dynamic_shapes or is_new or any(resends)
-        for each in self._transports:
-            each.allow_unbounded_sends(unbounded)
+        transport.allow_unbounded_sends(unbounded)
 
     def _check_given(self, step: StepState) -> None:
         placement = self.program.placement
         for stage in sorted(self._stages):
-            where = Where(rank=placement.rank_of(stage), stage=stage)
+            problem = None
             if stage in placement.exits and self._needs_target and step.targets is None:
-                raise StageError(
+                problem = (
                     "no target, where the loss is computed: the rank of the last stage passes "
-                    "target= (or target_mbs=) to step()",
-                    where=where,
+                    "target= (or target_mbs=) to step()"
                 )
             if stage in placement.entries and step.args is None:
-                call = "step() or eval()"
+                problem = "no inputs: the rank of the first stage passes them to step() or eval()"
                 if not self.train:
-                    call += ", which runs the model; train(False) of its modules sets their mode"
-                raise StageError(
-                    f"no inputs: the rank of the first stage passes them to {call}", where=where
-                )
+                    problem += ", which runs the model; train(False) of its modules sets their mode"
+            if problem is not None:
+                raise StageError(problem, where=Where(rank=placement.rank_of(stage), stage=stage))
 
     # --- the actions, and the end of a step --------------------------------------------------
 
@@ -204,12 +196,6 @@ class BoundProgram:
 
     # --- binding -----------------------------------------------------------------------------
 
-    def _make_dual_streams(self) -> DualStreams | None:
-        streams, wanted = self._streams, self._config.overlap
-        if streams is None or not wanted or not overlap.takes_streams(self.program):
-            return None
-        return DualStreams(streams)
-
     def _make_runners(self) -> dict[int, StageRunner]:
         program, placement = self.program, self.program.placement
         microbatches, chunked = range(program.num_microbatches), program.num_splits > 1
@@ -224,22 +210,17 @@ class BoundProgram:
                 {} if self._is_single_process else acknowledgements(program, transport.rank)
             )
             for index in placement.stages_of(transport.rank):
-                stage = self._stages[index]
                 neighbors: list[Neighbor | None] = []
-                for offset in (-1, 1):
-                    other = placement.neighbour(index, offset)
+                for other in (placement.neighbour(index, -1), placement.neighbour(index, 1)):
                     if other is None:
                         neighbors.append(None)
-                        continue
-                    peer = placement.rank_of(other)
-                    if peer == transport.rank:
+                    elif (peer := placement.rank_of(other)) == transport.rank:
                         neighbors.append(Neighbor(peer, states[other]))
-                        continue
-                    if peer not in queues:
-                        queues[peer] = RecvQueue(transport, peer, stage.device)
-                    neighbors.append(Neighbor(peer, queue=queues[peer]))
+                    else:
+                        queue = queues.setdefault(peer, RecvQueue(transport, peer, self._device))
+                        neighbors.append(Neighbor(peer, queue=queue))
                 runners[index] = StageRunner(
-                    stage,
+                    self._stages[index],
                     states[index],
                     *neighbors,
                     program=program,

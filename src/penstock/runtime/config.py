@@ -47,15 +47,15 @@ class AllOptions(RunOptions, total=False):
     backward_requires_autograd: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RunConfig:
-    """The run options of a schedule.
+    """The run options of a schedule; the first ones in the order of torch's schedules.
 
     Args:
         n_microbatches: microbatches per step.
-        loss_fn: ``loss_fn(output, target)`` returns the mean loss of a microbatch: a scalar
-            tensor, or ``(scalar, metrics)``. A function of one argument needs no target. Without
-            a loss function, steps run forward only.
+        loss_fn: ``loss_fn(output, target)`` returns a microbatch's mean loss: a scalar tensor, or
+            ``(scalar, metrics)``. A function of one argument needs no target. Without a loss
+            function, steps run forward only.
         args_chunk_spec: per positional argument the split dimension as a ``TensorChunkSpec``, or
             None to replicate the argument to every microbatch. Without a spec, dimension 0.
         kwargs_chunk_spec: specs of keyword arguments by name; without a spec, dimension 0.
@@ -75,9 +75,9 @@ class RunConfig:
             splits sequences (``Program.num_splits``). Tensors with fewer dimensions are replicated
             to every chunk.
         timeout_s: the limit on a rank's wait for another rank, in seconds.
-        shared: parameters that several stages share across processes. Each item maps a stage to the
-            parameter's name in it, such as ``{0: "embed.weight", 3: "head.weight"}``. A module's
-            name includes all its parameters. The same on every rank. Each copy receives the whole
+        shared: parameters that several stages share across processes, the same on every rank. Each
+            item maps stages to the parameter's name there, such as ``{0: "embed.weight", 3:
+            "head.weight"}``, or to a module's, for all its parameters. Each copy receives the whole
             gradient, and before the first step the first stage's value. Not needed for models
             that Penstock splits.
 
@@ -100,12 +100,10 @@ class RunConfig:
     shared: Sequence[Tie] = ()
 
     def __post_init__(self) -> None:
-        timeout_s: object = self.timeout_s
-        is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-        if not (is_number and self.timeout_s > 0):
+        limit: object = self.timeout_s
+        if not isinstance(limit, int | float) or limit is True or not limit > 0:
             raise ScheduleError(
-                f"timeout_s={timeout_s!r}: expected a number of seconds above 0 (math.inf to wait "
-                "without end)"
+                f"timeout_s={limit!r}: expected a number of seconds above 0, or math.inf"
             )
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise ScheduleError(

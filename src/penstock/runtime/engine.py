@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.cause import message_of
 from penstock.errors import NOWHERE, PeerError, PenstockError, ScheduleError, StageError, Where
@@ -28,7 +28,6 @@ from penstock.runtime.executor import BoundAction, merge_spans
 from penstock.runtime.microbatch import inputs_digest
 from penstock.runtime.overlap import PairFunction
 from penstock.runtime.step import StepState
-from penstock.schedule.channels import Channels
 from penstock.schedule.check import check
 from penstock.schedule.passes import forward_only, lower
 from penstock.schedule.program import CheckedProgram, Program
@@ -50,12 +49,10 @@ class Engine:
         stages: this process's stages, by index.
         transports: one per rank of this process, in rank order.
         config: the run options.
-        ties: the parameters that stages share (see ``penstock.partition.ties``), in addition to the
-            copies of the model.
+        ties: the parameters that stages share, in addition to the copies of the model.
 
     Attributes:
         requested: the program passed by the caller.
-        program: the executed program, including sends and receives.
         shared_buffers: the buffers of layers that several stages call. By default those of this
             process; a caller with all stages may set more.
 
@@ -72,13 +69,12 @@ class Engine:
         config: RunConfig,
         ties: Sequence[Tie] = (),
     ) -> None:
-        self.config = config
-        self.stages = dict(stages)
-        self.transports = tuple(transports)
-        device = next(iter(self.stages.values())).device if self.stages else torch.device("cpu")
+        self.requested, self.config = program, config
+        self.stages, self.transports = dict(stages), tuple(transports)
+        # One speaks for all: over several in this process, nothing is awaited and nothing fails.
+        self._transport = transports[0]
         self.failure: PenstockError | None = None
-        self._agreed = False
-        self._num_steps = 0
+        self._agreed, self._num_steps = False, 0
         _check_stages(program, self.stages, self.transports)
         self._shared_params = SharedParams(ties, program.placement, self.stages, self.transports)
         # By stage of the model, since copies of a stage are equal.
@@ -86,24 +82,38 @@ class Engine:
         modules = {number(i): self.stages[i].submod for i in sorted(self.stages, key=number)}
         self.shared_buffers = SharedBuffers(modules)
         self._wrapped: dict[int, list[object]] = {}
-        self._replicas: dict[int, Replicas | None] = {}
-        self._is_sharded = self._find_replicas()
-        self.requested = program
-        self._channels = channels_of(device)
-        self.program = _lowered(program, self._is_sharded, self._channels)
-        evaluated = check(lower(forward_only(program), channels=self._channels), self._channels)
+        # By stage the wrapper of its module, if any; and all of them as one.
+        self._wrapper_of: dict[int, Replicas | None] = {}
+        self._replicas = Replicas()
+        self._find_replicas()
+        device = next(iter(self.stages.values())).device
+        self._channels = channels = channels_of(device)
+        evaluated = check(lower(forward_only(program), channels=channels), channels)
         bind = (config, self.stages, self.transports, device_streams.streams_of(device))
-        self._train = BoundProgram(self.program, *bind, train=True)
+        self._train = BoundProgram(self._lowered(), *bind, train=True)
         self._eval = BoundProgram(evaluated, *bind, train=False)
         self._last = self._train
         self._running: BoundProgram | None = None
         # The transports' threads would outlive a garbage-collected engine.
-        weakref.finalize(self, _close, self.transports).atexit = False
+        weakref.finalize(self, self._transport.close).atexit = False
+
+    @property
+    def program(self) -> CheckedProgram:
+        """The executed program of training steps, including sends and receives."""
+        return self._train.program
 
     @property
     def _is_single_process(self) -> bool:
         """True if all ranks are in this process."""
         return len(self.transports) == self.program.num_ranks
+
+    def _lowered(self) -> CheckedProgram:
+        try:
+            sharding, channels = self._replicas.sharded, self._channels
+            return check(lower(self.requested, sharding=sharding, channels=channels), channels)
+        except ScheduleError:
+            check(self.requested)  # raises, if it can, in terms of the caller's own steps
+            raise
 
     # --- a step ------------------------------------------------------------------------------
 
@@ -119,18 +129,18 @@ class Engine:
         bound = self._last = self._running = self._train if train else self._eval
         bound.executor.marks = []
         call = bound.describe_call(step, self._num_steps)
+        self._num_steps += 1
         if self._agreed:
             self._begin_call(call)
         else:
             # Ranks with different options may interpret the same call differently.
             self._begin_call("the first step() or eval()")
             self._agree(step, call)
-        is_sharded = self._find_replicas()
-        if is_sharded is not self._is_sharded:
-            self._is_sharded = is_sharded
-            self.program = _lowered(self.requested, is_sharded, self._channels)
-            self._train.rebind(self.program)
-        bound.begin(step)
+        was_sharded = self._replicas.sharded
+        self._find_replicas()
+        if self._replicas.sharded is not was_sharded:
+            self._train.rebind(self._lowered())
+        bound.begin(step, self._num_steps)
         if train and self.config.microbatch_rng:
             self._share_step_seed()
         with ExitStack() as around:
@@ -139,17 +149,14 @@ class Engine:
                 around.enter_context(self._shared_params.summing_grads())
             self._run_actions(bound)
         losses = bound.end(step)
-        for transport in self.transports:
-            # Again, for messages at the step's end, since no send may outlast this step's profiler.
-            transport.drain()
-            transport.end()
+        # Again, for messages at the step's end, since no send may outlast this step's profiler.
+        self._transport.drain()
+        self._transport.end()
         self._running = None
-        self._num_steps += 1
         return losses
 
     def _begin_call(self, call: str) -> None:
-        for transport in self.transports:
-            transport.begin(f"{call} of schedule {transport.schedule_index}")
+        self._transport.begin(f"{call} of schedule {self._transport.schedule_index}")
 
     def _agree(self, step: StepState, call: str) -> None:
         """Check before the first step that all ranks have one program and one set of options."""
@@ -168,64 +175,55 @@ class Engine:
             "what stages share": self._shared_params.facts,
             "the first call": call,
         }
-        inputs = (0, 0) if self._is_single_process else inputs_digest(step.args, step.kwargs)
-        check_consistent(facts, self.transports, {"the program": f"{program.name} {text}"}, inputs)
+        if not self._is_single_process:
+            inputs = inputs_digest(step.args, step.kwargs)
+            shown = {"the program": f"{program.name} {text}"}
+            check_consistent(facts, self.transports, shown, inputs)
         self._shared_params.broadcast_values()
         self._agreed = True
 
-    def _find_replicas(self) -> bool:
-        """Find the data-parallel wrappers of the stages; True if parameters are sharded.
-
-        ``fully_shard``, ``replicate`` and DDP may be applied to a module or its submodules before
-        or after its stage is made, and between steps.
-        """
+    def _find_replicas(self) -> None:
+        """Find the data-parallel wrappers of the stages, which may be applied between steps."""
         # fully_shard and replicate change a module's class in place; DDP wraps it.
         wrapped: dict[int, list[object]] = {
             i: [s.submod, *map(type, s.submod.modules())] for i, s in self.stages.items()
         }
         if wrapped != self._wrapped:
             # A module used by two stages (one per direction) is wrapped once.
-            modules: dict[int, nn.Module] = {id(s.submod): s.submod for s in self.stages.values()}
-            found = {key: replicas_of(module) for key, module in modules.items()}
-            self._replicas = {i: found[id(s.submod)] for i, s in self.stages.items()}
+            modules = dict.fromkeys(stage.submod for stage in self.stages.values())
+            found = {module: replicas_of(module) for module in modules}
+            self._wrapper_of = {i: found[stage.submod] for i, stage in self.stages.items()}
+            self._replicas = Replicas([each for each in found.values() if each is not None])
             self._wrapped = wrapped
-        return any(each is not None and each.sharded for each in self._replicas.values())
 
     def _share_step_seed(self) -> None:
         """Draw a seed on every rank; the first rank's seeds the microbatches' random streams."""
-        placement = self.program.placement
-        first = placement.rank_of(placement.entries[0])
-        seed = draw_step_seed()
-        for transport in sorted(self.transports, key=lambda t: t.rank != first):
-            (seed,) = transport.broadcast_ints([seed], first)
+        placement, seed = self.program.placement, draw_step_seed()
+        if not self._is_single_process:
+            first = placement.rank_of(placement.entries[0])
+            (seed,) = self._transport.broadcast_ints([seed], first)
         for runner in self._train.runners.values():
             assert runner.rng is not None
             runner.rng.step_seed = seed
 
     def _run_actions(self, bound: BoundProgram) -> None:
         for i, runner in bound.runners.items():
-            runner.replicas = self._replicas[i]
-        replicas = list({id(r): r for r in self._replicas.values() if r is not None}.values())
+            runner.replicas = self._wrapper_of[i]
         try:
             with torch.set_grad_enabled(bound.train):
-                for each in replicas:
-                    each.begin()
-            for transport in self.transports:
-                transport.watch_replicas([group for each in replicas for group in each.groups])
-            with self.transports[0].waiting_for_replicas():
-                for each in replicas:
-                    each.share_buffers()
+                self._replicas.begin()
+            self._transport.watch_replicas(self._replicas.groups)
+            with self._transport.waiting_for_replicas():
+                self._replicas.share_buffers()
             with torch.set_grad_enabled(bound.train):
                 bound.run()
-            for transport in self.transports:
-                transport.drain()
+            self._transport.drain()
         finally:
-            for each in replicas:
-                each.end()
+            self._replicas.end()
 
     def run_pairs_by(self, function: PairFunction) -> None:
         """Run the overlapped pairs of training steps by ``function``."""
-        self._train.run_pairs_by(function)
+        self._train.rebind(pair_function=function)
 
     # --- failure -----------------------------------------------------------------------------
 
@@ -252,14 +250,14 @@ class Engine:
             return None  # nothing has run, so no other rank is affected
         failed = None if bound is None else bound.executor.failed
         placed = _placed(error, failed, self.program) if failed is not None else error
-        found = [transport.fail(placed) for transport in self.transports]
-        raised: BaseException = next((e for e in found if e is not None), placed)
-        if isinstance(raised, PenstockError):
-            self.failure = raised
-        else:
-            self.failure = PeerError(f"{type(raised).__name__}: {message_of(raised)}")
+        raised = self._transport.fail(placed) or placed
+        self.failure = (
+            raised
+            if isinstance(raised, PenstockError)
+            else PeerError(f"{type(raised).__name__}: {message_of(raised)}")
+        )
         for runner in () if bound is None else bound.runners.values():
-            runner.reset()
+            runner.end(failed=True)
         # Ctrl-C and the like are reported to other ranks, but re-raised unchanged here.
         return None if raised is error or not isinstance(error, Exception) else raised
 
@@ -272,45 +270,26 @@ class Engine:
         if not self._is_single_process:
             with self:
                 self._begin_call("trace()")
-                encoded = self.transports[0].all_gather_bytes(encoded[0])
-                self.transports[0].end()
+                encoded = self._transport.all_gather_bytes(encoded[0])
+                self._transport.end()
         trace = merge_spans(self.program.name, program.num_ranks, encoded)
         return replace(trace, overlapped_pairs=program.overlapped_pairs)
 
     def close(self) -> None:
         """Stop the transports' threads."""
-        _close(self.transports)
-
-
-def _close(transports: Sequence[Transport]) -> None:
-    for transport in transports:
-        transport.close()
+        self._transport.close()
 
 
 def _check_stages(
     program: Program, stages: Mapping[int, Stage], transports: Sequence[Transport]
 ) -> None:
-    placement, given = program.placement, sorted(stages)
-    laid = f"{program.name} (stage → rank: {placement.stage_ranks})"
-    ranks = [transport.rank for transport in transports]
-    for rank in ranks:
-        expected = sorted(placement.stages_of(rank))
-        if missing := [i for i in expected if i not in stages]:
-            raise ScheduleError(
-                f"rank {rank} needs the stages {expected} for {laid}, but was given {given}; "
-                f"missing: {missing}"
-            )
-    if foreign := [i for i in given if placement.rank_of(i) not in ranks]:
-        raise ScheduleError(f"stages {foreign} lie on other ranks than {ranks} in {laid}")
-
-
-def _lowered(program: Program, sharding: bool, channels: Channels) -> CheckedProgram:
-    """The executed program."""
-    try:
-        return check(lower(program, sharding=sharding, channels=channels), channels)
-    except ScheduleError:
-        check(program)  # raises, if it can, in terms of the caller's own steps
-        raise
+    placement, ranks = program.placement, [transport.rank for transport in transports]
+    expected = sorted(i for rank in ranks for i in placement.stages_of(rank))
+    if sorted(stages) != expected:
+        raise ScheduleError(
+            f"rank {', '.join(map(str, ranks))} needs the stages {expected} for {program.name} "
+            f"(stage → rank: {placement.stage_ranks}), but was given {sorted(stages)}"
+        )
 
 
 def _placed(error: BaseException, failed: BoundAction, program: Program) -> BaseException:

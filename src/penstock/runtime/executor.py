@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from time import perf_counter
 
 import torch
@@ -98,40 +99,28 @@ class Executor:
 
     def encode_spans(self, placement: Placement) -> bytes:
         """The spans of the last run as JSON, in seconds of the wall clock; waits have none."""
-        times = zip(self.actions, self._times(), strict=False)
+        # Machines share no monotonic clock, but wall clocks are close enough for a timeline.
+        offset, times = time.time() - perf_counter(), list(pairwise(self.marks))
+        if self._streams is not None and times:
+            # The host runs ahead of the device: its own marks are launch times.
+            first, elapsed_s = self._events[0][0], self._streams.elapsed_s
+            offset += self._streams.host_time_of(first)
+            events = self._events[: len(times)]
+            times = [(elapsed_s(first, begin), elapsed_s(first, end)) for begin, end in events]
         rows = [
-            [placement.rank_of(bound.action.stage), str(bound.action), start, end]
-            for bound, (start, end) in times
+            [placement.rank_of(bound.action.stage), str(bound.action), start + offset, end + offset]
+            for bound, (start, end) in zip(self.actions, times, strict=False)
             if not bound.is_wait
         ]
         return json.dumps(rows).encode()
 
-    def _times(self) -> list[tuple[float, float]]:
-        """Start and end of each finished action."""
-        # Machines share no monotonic clock, but wall clocks are close enough for a timeline.
-        offset = time.time() - perf_counter()
-        streams, finished = self._streams, len(self.marks) - 1
-        if streams is None or finished < 1:
-            return [(begin + offset, end + offset) for begin, end in pairwise(self.marks)]
-        # The host runs ahead of the device: its own marks are launch times.
-        first = self._events[0][0]
-        start = streams.host_time_of(first) + offset
-        return [
-            (start + streams.elapsed_s(first, begin), start + streams.elapsed_s(first, end))
-            for begin, end in self._events[:finished]
-        ]
-
 
 def merge_spans(name: str, num_ranks: int, encoded: Sequence[bytes]) -> Trace:
     """A trace that begins at zero, of the spans that ``Executor.encode_spans`` returned."""
-    rows = sorted((row for data in encoded for row in json.loads(data)), key=_rank_and_start)
+    rows = sorted((row for data in encoded for row in json.loads(data)), key=itemgetter(0, 2))
     origin = min((start for _, _, start, _ in rows), default=0.0)
     spans = tuple(
         Span(rank=rank, action=parse_action(text), start=start - origin, end=end - origin)
         for rank, text, start, end in rows
     )
     return Trace(name=name, num_ranks=num_ranks, unit="s", spans=spans)
-
-
-def _rank_and_start(row: Sequence[float]) -> tuple[float, float]:
-    return row[0], row[2]

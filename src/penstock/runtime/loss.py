@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from penstock.errors import StageError
 from penstock.runtime.config import LossFn
 from penstock.runtime.step import StepState
-from penstock.stage.dtensor import full_tensor, is_dtensor
+from penstock.stage.dtensor import full_tensor
 from penstock.stage.pytree import map_tensors
 from penstock.stage.stage import MicrobatchState
 
@@ -23,11 +23,8 @@ class LossHead:
     """Computes losses behind the last stage; ``divisor`` divides each loss in the backward."""
 
     def __init__(self, loss_fn: LossFn | None, divisor: int, *, train: bool) -> None:
-        self._loss_fn = loss_fn
-        self._divisor = divisor
-        self._train = train
+        self._loss_fn, self._divisor, self._train = loss_fn, divisor, train
         self._needs_target = needs_target(loss_fn)
-        self._seeds: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def run(self, state: MicrobatchState, output: Any, target: Any, step: StepState) -> None:
         """Record a microbatch's output and loss in ``step``, and the root of its backward."""
@@ -52,17 +49,8 @@ class LossHead:
                 "function detached it"
             )
         state.roots = (get_gradient_edge(loss),)
-        state.received_grads = (self._seed(loss),)
-
-    def _seed(self, loss: Tensor) -> Tensor:
-        """The initial gradient of the loss, which scales the loss instead of the gradients."""
-        if is_dtensor(loss):  # the gradient of a DTensor is a DTensor over the same mesh
-            return torch.ones_like(loss) / self._divisor
-        key = (loss.dtype, loss.device)
-        if key not in self._seeds:
-            # Divided in the loss's own dtype, as (loss / n).backward() would.
-            self._seeds[key] = torch.ones((), dtype=loss.dtype, device=loss.device) / self._divisor
-        return self._seeds[key]
+        # Scales the loss instead of the gradients, in the loss's dtype, as (loss / n).backward().
+        state.received_grads = (torch.ones_like(loss) / self._divisor,)
 
 
 def needs_target(loss_fn: LossFn | None) -> bool:
@@ -78,10 +66,9 @@ def needs_target(loss_fn: LossFn | None) -> bool:
         parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):  # functions written in C have no signature
         return True
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return True
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return sum(p.default is p.empty for p in positional) > 1
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return takes_any or sum(p.default is p.empty for p in positional) > 1
 
 
 def scalar_loss(loss: Any) -> Tensor:

@@ -4,10 +4,9 @@
     stream 0          ┌─ 0F3 ───┐                  the caller's stream
     stream 1    1F2 ──┴─ 1B0 ───┴─────  1B1        a stream beside it
 
-The two parts of a pair run side by side; all else is ordered as on one stream. Autograd runs a
-backward on the stream of its forward, so that a microbatch keeps to one stream in a stage, and the
-forward of a pair takes the stream that the backward beside it does not. Messages are posted on the
-stream of their tensors. Tensors from the other stream are kept from reuse (``keep_alive``).
+All but the two parts of a pair is ordered as on one stream. Autograd runs a backward on the stream
+of its forward, so a microbatch keeps to one stream in a stage, and a pair's forward takes the
+stream that its backward does not. Messages are posted on the stream of their tensors.
 """
 
 from __future__ import annotations
@@ -28,14 +27,8 @@ from penstock.schedule.program import Program
 from penstock.schedule.rules import BACKWARDS, SENDS, TRANSFERS
 from penstock.stage.device_streams import DeviceStreams, Stream
 
-__all__ = [
-    "DualStreams",
-    "PairFunction",
-    "assign_streams",
-    "bind_pair",
-    "can_overlap",
-    "takes_streams",
-]
+__all__ = ["DualStreams", "PairFunction", "StreamOrder", "assign_streams", "bind_pair"]
+__all__ += ["can_overlap", "takes_streams"]
 
 PairFunction: TypeAlias = Callable[..., Any]
 """``function(pair, forward, backward)``: the step, and a callable for each of its parts."""
@@ -43,12 +36,9 @@ PairFunction: TypeAlias = Callable[..., Any]
 
 def can_overlap(step: Step) -> bool:
     """True for a forward and a backward, unless both are of one microbatch in one stage."""
-    if len(step.parts) != 2:
-        return False
-    one, other = step.parts
-    kinds = {one.op, other.op}
-    apart = (one.stage, one.microbatch) != (other.stage, other.microbatch)
-    return Op.FORWARD in kinds and bool(kinds & BACKWARDS) and apart
+    kinds = {part.op for part in step.parts}
+    places = {(part.stage, part.microbatch) for part in step.parts}
+    return len(step.parts) == len(places) == 2 and Op.FORWARD in kinds and bool(kinds & BACKWARDS)
 
 
 def takes_streams(program: Program) -> bool:
@@ -56,8 +46,9 @@ def takes_streams(program: Program) -> bool:
 
     Chunks of a sequence pass on their state, and sharded parameters are gathered on one stream.
     """
-    is_sharded = any(action.op is Op.UNSHARD for action in program.actions())
-    return bool(program.overlapped_pairs) and program.num_splits == 1 and not is_sharded
+    if not program.overlapped_pairs or program.num_splits > 1:
+        return False
+    return not any(action.op is Op.UNSHARD for action in program.actions())
 
 
 # --- two streams ---------------------------------------------------------------------------------
@@ -76,14 +67,14 @@ def assign_streams(
     """
     found: dict[tuple[int, int | None], int] = {}
     for step in steps:
-        forwards = [action for action in step.parts if action.op is Op.FORWARD]
-        for action in forwards:
-            local = placement.stages_of(placement.rank_of(action.stage))
-            found[action.stage, action.microbatch] = local.index(action.stage) % 2
-        if can_overlap(step):
-            (forward,) = forwards
-            (beside,) = (action for action in step.parts if action is not forward)
-            found[forward.stage, forward.microbatch] = 1 - found[beside.stage, beside.microbatch]
+        backwards = [(a.stage, a.microbatch) for a in step.parts if a.op in BACKWARDS]
+        for action in step.parts:
+            if action.op is Op.FORWARD:
+                local = placement.stages_of(placement.rank_of(action.stage))
+                stream = local.index(action.stage) % 2
+                if can_overlap(step):
+                    stream = 1 - found[backwards[0]]
+                found[action.stage, action.microbatch] = stream
     return found
 
 
@@ -173,8 +164,8 @@ def bind_pair(
 ) -> list[BoundAction]:
     """Bind a pair to a function that runs its parts, perhaps in threads of its own.
 
-    Returns the waits of both parts, the call of the function, and per part a check that it has run.
-    The check re-raises the part's exception at the part's own place.
+    Returns the waits of both parts, the call of the function, and per part a check that it has run,
+    which re-raises the part's exception at the part's own place.
     """
     parts = [_Part(actions[-1]) for actions in bound]
     waits = [action for actions in bound for action in actions[:-1]]
@@ -207,16 +198,14 @@ class _Part:
         self._is_done = True
 
     def finish(self) -> None:
-        """Raise the part's exception, or an error if the part has not run."""
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
-        if not self._is_done:
-            how = "while it was still running" if self._has_begun else "without calling it"
-            raise StageError(
-                f"the custom function has returned {how}; it calls each part once, and joins the "
-                "threads that it has started"
+        error, self.error = self.error, None
+        if error is None and not self._is_done:
+            error = StageError(
+                "the custom function has returned without calling it; it calls each part once, and "
+                "joins the threads that it has started"
             )
+        if error is not None:
+            raise error
 
 
 def _call(function: PairFunction, pair: Step, parts: Sequence[_Part]) -> None:

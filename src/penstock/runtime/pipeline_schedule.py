@@ -45,11 +45,10 @@ class PipelineSchedule:
 
     Args:
         stages: this rank's stages.
-        n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads,
-            backward_requires_autograd, options: see ``penstock.runtime.config.RunConfig``.
         defer_pp_recv: no effect, since the program places receives; for torch's signature.
         program: the program; chosen by the subclass if None.
         transports: the ranks of this process, if not its own rank of the stages' group.
+        options: these and all others: see ``penstock.runtime.config.RunConfig``.
 
     Attributes:
         n_microbatches: microbatches per step.
@@ -84,9 +83,7 @@ class PipelineSchedule:
         transports: Sequence[Transport] | None = None,
         **options: Unpack[RunOptions],
     ) -> None:
-        self._stages = stages
-        self._transports = transports
-        self._group = group_of(stages)
+        self._stages, self._transports, self._group = stages, transports, group_of(stages)
         self._engine: Engine | None = None
         self.n_microbatches, self.scale_grads = n_microbatches, scale_grads
         self.has_loss = loss_fn is not None
@@ -97,16 +94,9 @@ class PipelineSchedule:
             _check_stages(stages)
             self.rank, self.pp_group_size = stages[0].group_rank, stages[0].group_size
             self.num_stages, self.n_local_stages = stages[0].num_stages, len(stages)
-            self._config = RunConfig(
-                n_microbatches=n_microbatches,
-                loss_fn=loss_fn,
-                args_chunk_spec=args_chunk_spec,
-                kwargs_chunk_spec=kwargs_chunk_spec,
-                output_merge_spec=output_merge_spec,
-                scale_grads=scale_grads,
-                backward_requires_autograd=backward_requires_autograd,
-                **options,
-            )
+            specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+            flags = (scale_grads, backward_requires_autograd)
+            self._config = RunConfig(n_microbatches, loss_fn, *specs, *flags, **options)
             program = program or self._build()
             if program is not None:
                 self._load(program)
@@ -114,18 +104,15 @@ class PipelineSchedule:
     def _load(self, program: Program) -> None:
         """Load ``program`` for the following steps; a collective call."""
         stages, group, config = self._stages, self._group, self._config
+        ties = config.shared or stages[0].ties
         with publishing_errors(group):
-            transports = self._transports
-            if transports is None and self.pp_group_size == 1:
-                transports = loopback(1)
-            if transports is None:
-                assert group is not None
+            transports = self._transports or loopback(1)
+            if self._transports is None and group is not None and self.pp_group_size > 1:
                 number = _num_made[group.group_name]
                 transports = [make_transport(group, stages[0].device, number, config.timeout_s)]
             by_index = {s.stage_index: s for s in stages}
-            ties = config.shared or stages[0].ties
             engine = Engine(program, by_index, transports, config, ties)
-            self.splitter = BatchSplitter(config, engine.requested, by_index)
+            self.splitter = BatchSplitter(config, program, by_index)
         self._engine = engine
         if group is not None:
             _num_made[group.group_name] += 1
@@ -136,17 +123,15 @@ class PipelineSchedule:
 
     def _build(self) -> Program | None:
         """Build the program of this class's schedule, if any."""
-        name = self.schedule_name
+        name, ranks = self.schedule_name, self.pp_group_size
         if name is None:
             return None
-        ranks, copies = self.pp_group_size, family(name).num_directions
-        virtual, rest = divmod(self.num_stages, copies * ranks)
-        if rest:
-            times = f"{copies} times " if copies > 1 else ""
+        unit = ranks * family(name).num_directions
+        if self.num_stages % unit:
             raise ScheduleError(
-                f"{self.num_stages} stages on {ranks} ranks: the number of stages must be a "
-                f"multiple of {times}the number of ranks for {name}"
+                f"{self.num_stages} stages on {ranks} ranks: {name} takes a multiple of {unit}"
             )
+        virtual = self.num_stages // unit
         return build(name, ranks=ranks, microbatches=self.n_microbatches, virtual=virtual)
 
     @classmethod
@@ -176,9 +161,9 @@ class PipelineSchedule:
             raise ScheduleError(
                 f"{cls.__name__} plays any program; ask its program.placement.stages_of(rank)"
             )
-        here, size = (group.rank(), group.size()) if group is not None else (0, 1)
-        rank = here if rank is None else rank
-        num_ranks = size if num_ranks is None else num_ranks
+        here = (0, 1) if group is None else (group.rank(), group.size())
+        rank = here[0] if rank is None else rank
+        num_ranks = here[1] if num_ranks is None else num_ranks
         if not 0 <= rank < num_ranks:
             raise ScheduleError(
                 f"rank {rank} of {num_ranks} ranks does not exist; there are 0 to {num_ranks - 1}"
@@ -199,8 +184,8 @@ class PipelineSchedule:
         """
         if self._engine is None:
             raise ScheduleError(
-                f"this {type(self).__name__} has no program: the class is a kind of schedule; take "
-                "one of that kind, or let PipelineScheduleMulti._load_csv(path) read a program"
+                f"this {type(self).__name__} has no program: take a class of a named schedule, or "
+                "let PipelineScheduleMulti._load_csv(path) read a program"
             )
         return self._engine
 
@@ -233,9 +218,9 @@ class PipelineSchedule:
         """Run one training step: gradients are added to the parameters' ``.grad``.
 
         A batch is split by rows, as evenly as possible: 5 rows in 4 microbatches are 2, 1, 1, 1.
-        Gradients are those of the mean of the microbatches' means: where rows do not divide, rows
-        of shorter microbatches count more (pass ``drop_last=True`` to the DataLoader). An object
-        that is in no pytree registry goes whole to every microbatch.
+        Gradients are those of the mean of the microbatches' means: if rows do not divide, rows of
+        shorter microbatches count more. An object that is in no pytree registry goes whole to
+        every microbatch.
 
         Args:
             args: the model's inputs, a whole batch (needed on the rank of the first stage; in a
@@ -270,15 +255,11 @@ class PipelineSchedule:
         return self._run(StepArgs.of(args, kwargs, target, losses), train=False)
 
     def _run(self, given: StepArgs, *, train: bool) -> Any:
-        engine, splitter = self.engine, self.splitter
-        with (
-            exclusive_step(engine, self._group),
-            engine,
-            nullcontext() if train else torch.no_grad(),
-        ):
+        engine, splitter, config = self.engine, self.splitter, self._config
+        mode = nullcontext() if train else torch.no_grad()
+        with exclusive_step(engine, self._group), engine, mode:
             train = train and self.has_loss and engine.requested.has_backward
-            needs_grad = self._config.backward_requires_autograd
-            if train and needs_grad and not torch.is_grad_enabled():
+            if train and config.backward_requires_autograd and not torch.is_grad_enabled():
                 raise StageError("step() computes gradients, but runs under no_grad; use eval()")
             step = splitter.split(given)
             computed = engine.run(step, train=train)
@@ -312,17 +293,14 @@ def _check_stages(stages: Sequence[PipelineStage]) -> None:
         raise ScheduleError("a PipelineStage was given alone, expected a list of them")
     if not stages:
         raise ScheduleError("a rank was given no stage; each rank of the group holds one at least")
-    if strangers := [s for s in stages if not isinstance(s, PipelineStage)]:
-        raise ScheduleError(
-            f"a {type(strangers[0]).__name__} was given as a stage, expected a PipelineStage "
-            "(schedules with one stage per rank take it alone, the others in a list)"
-        )
-    indices = [s.stage_index for s in stages]
-    counts = {s.num_stages for s in stages}
+    for stage in stages:
+        if not isinstance(stage, PipelineStage):
+            raise ScheduleError(
+                f"a {type(stage).__name__} was given as a stage, expected a PipelineStage (alone "
+                "for schedules with one stage per rank, else in a list)"
+            )
+    indices, counts = [s.stage_index for s in stages], sorted({s.num_stages for s in stages})
     if len(counts) > 1:
-        raise ScheduleError(
-            f"the stages disagree on num_stages: {sorted(counts)}; make each PipelineStage of a "
-            "model with the number of all its stages"
-        )
+        raise ScheduleError(f"the stages disagree on num_stages: {counts}; it counts all stages")
     if indices != sorted(set(indices)):
         raise ScheduleError(f"stage indices {indices}: pass each stage once, in rising order")

@@ -5,14 +5,14 @@
     └── PipelineScheduleMulti           takes a list        ScheduleProgram
         └── PipelineScheduleRuntime     reads CSV files     Interleaved1F1B, ZBV, ...
 
-A user changes only the import. The classes differ only in signatures and programs.
+The classes differ only in signatures and programs.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, cast
 
 from penstock.cause import publishing_errors
 from penstock.compat.stage import PipelineStage
@@ -92,11 +92,10 @@ class PipelineScheduleMulti(PipelineSchedule):
                 raise ScheduleError(
                     f"{filename}: it spells out sends and receives; pass format='compute_comms'"
                 )
-            if program.num_microbatches != self.n_microbatches:
+            if (found := program.num_microbatches) != self.n_microbatches:
                 raise ScheduleError(
-                    f"{filename}: a program of "
-                    f"{number_of(program.num_microbatches, 'microbatch')}, but the schedule has "
-                    f"n_microbatches={self.n_microbatches}"
+                    f"{filename}: a program of {number_of(found, 'microbatch')}, but the schedule "
+                    f"has n_microbatches={self.n_microbatches}"
                 )
         before = self._engine
         self._load(program)
@@ -110,10 +109,7 @@ class PipelineScheduleMulti(PipelineSchedule):
 
 
 class PipelineScheduleRuntime(PipelineScheduleMulti):
-    """A schedule of several stages per rank that runs any program.
-
-    The class itself has none until ``_load_csv`` reads one.
-    """
+    """A schedule of several stages per rank; runs the program that ``_load_csv`` reads."""
 
     _pair_function: PairFunction | None = None
 
@@ -134,8 +130,8 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
     ) -> None:
         """Let a function run the overlapped pairs of a forward and a backward (DualPipeV's).
 
-        The inputs of both have arrived when it is called; their outputs are sent when it has
-        returned. A trace shows the pair as its first part.
+        The inputs of both have arrived before it is called. A trace shows the pair as its first
+        part.
 
         Args:
             computation_type: ``OVERLAP_F_B``.
@@ -148,15 +144,14 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
         """
         if computation_type not in (Overlap, "OVERLAP_F_B"):
             raise ScheduleError(
-                f"{computation_type} can't be given a custom function, only OVERLAP_F_B, a pair "
-                "of a forward and a backward; change the module or the program instead"
+                f"{computation_type} can't be given a custom function, only OVERLAP_F_B can"
             )
         try:
             inspect.signature(custom_function).bind("pair", "forward", "backward")
         except (TypeError, ValueError):  # a function written in C may have no signature
             raise ScheduleError(
-                f"{custom_function!r} does not take (pair, forward, backward), of which it calls "
-                "the last two; torch's functions take (action, ctx) of torch's runtime"
+                f"{custom_function!r} does not take (pair, forward, backward), as torch's functions"
+                " of (action, ctx) do not"
             ) from None
         self._pair_function = custom_function
         if self._engine is not None:
@@ -243,9 +238,9 @@ class ScheduleDualPipeV(ScheduleInterleaved1F1B):
 class ScheduleDualPipe(ScheduleInterleaved1F1B):
     """Two directions, each with its own copy of the weights, in pairs of forward and backward.
 
-    Rank r holds two stages of 2P: stage r, and stage 2P - 1 - r, which is stage P - 1 - r of the
-    model again. Even microbatches enter on rank 0 and odd ones on the last rank, so that both
-    pass the whole batch and its target. Gradients of the two copies are summed within ``step``.
+    Rank r holds stages r and 2P - 1 - r, which is the model's stage P - 1 - r. Even microbatches
+    enter on rank 0 and odd ones on the last rank; both ranks pass the whole batch and its target.
+    Gradients of the two copies are summed within ``step``.
     """
 
     schedule_name = "dualpipe"
@@ -291,12 +286,10 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
         if str(schedule_name).lower() == kind.__name__.lower():
             return kind
     name = family(schedule_name).name
-    classes = (cls for cls in globals().values() if isinstance(cls, type))
-    for cls in classes:
-        if issubclass(cls, PipelineSchedule) and cls.schedule_name == name:
-            return cls
+    for cls in globals().values():
+        if getattr(cls, "schedule_name", None) == name:
+            return cast(type[PipelineSchedule], cls)
     raise ScheduleError(
-        f"{schedule_name!r} has no class of its own; any schedule runs as "
-        f"ScheduleProgram(stages, penstock.build({name!r}, ranks=..., microbatches=...), loss_fn), "
-        f"or as Pipeline(model, schedule={name!r}, ...)"
+        f"{schedule_name!r} has no class of its own; it runs as ScheduleProgram(stages, "
+        f"penstock.build({name!r}, ...), loss_fn), or as Pipeline(model, schedule={name!r}, ...)"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 from torch import Tensor, is_grad_enabled
@@ -87,16 +87,13 @@ class StageRunner:
         acknowledged: Mapping[Action, int],
         dual_streams: DualStreams | None = None,
     ) -> None:
-        self.stage = stage
-        self._states = states
+        self.stage, self._states = stage, states
         self._is_first, self._is_last = previous is None, following is None
-        nothing = Neighbor(transport.rank)
-        self._prev, self._next = previous or nothing, following or nothing
-        self._transport = transport
-        self._acknowledged = acknowledged
+        self._prev = previous or Neighbor(transport.rank)
+        self._next = following or Neighbor(transport.rank)
+        self._transport, self._acknowledged = transport, acknowledged
         self._dual_streams = dual_streams
-        self._dynamic_shapes = config.dynamic_shapes
-        self._num_splits = program.num_splits
+        self._dynamic_shapes, self._num_splits = config.dynamic_shapes, program.num_splits
         divisor = program.num_microbatches if config.scale_grads else 1
         self._loss_head = LossHead(config.loss_fn, divisor, train=train)
         # The microbatches with these ops, which change their forward.
@@ -135,14 +132,10 @@ class StageRunner:
                 dropped = True
         return dropped
 
-    def end(self) -> None:
-        """End a step: release its data."""
+    def end(self, *, failed: bool = False) -> None:
+        """End a step: release its data, and the microbatches' states if it has failed."""
         self._step = self._no_step
-
-    def reset(self) -> None:
-        """Release the state of a failed step."""
-        self.end()
-        for state in self._states:
+        for state in self._states if failed else ():
             state.clear()
 
     # --- binding -----------------------------------------------------------------------------
@@ -152,22 +145,20 @@ class StageRunner:
         op, mb = action.op, action.microbatch
         if mb is None:
             return [BoundAction(action, partial(StageRunner._replicate, self, _OF_REPLICAS[op]))]
-        handler, state = _HANDLERS[op], self._states[mb]
-        wait: Callable[..., None] | None = None
+        handler, state, arrived = _HANDLERS[op], self._states[mb], self._acknowledged.get(action, 0)
+        bound: list[BoundAction] = []
         if op is Op.FORWARD:
             if mb in self._recomputed:
                 handler = StageRunner._forward_to_recompute
             elif mb in self._offloaded:
                 handler = StageRunner._forward_to_offload
             if self._prev.queue is not None:
-                wait = StageRunner._wait_input
+                wait = partial(StageRunner._wait_input, self, state, arrived)
+                bound.append(BoundAction(action, wait, is_wait=True))
         elif op in INPUT_GRADS and self._next.queue is not None:
-            wait = StageRunner._wait_grads
-        bound = BoundAction(action, partial(handler, self, state))
-        if wait is None:
-            return [bound]
-        arrived = self._acknowledged.get(action, 0)
-        return [BoundAction(action, partial(wait, self, state, arrived), is_wait=True), bound]
+            wait = partial(StageRunner._wait_grads, self, state, arrived)
+            bound.append(BoundAction(action, wait, is_wait=True))
+        return [*bound, BoundAction(action, partial(handler, self, state))]
 
     # --- messages ----------------------------------------------------------------------------
 
@@ -206,17 +197,15 @@ class StageRunner:
         """The cached metadata of the gradients, or those of the peer's message."""
         following, shape_id = self._next, self._step.shape_ids[state.microbatch]
         if metadata is not None:
-            following.grads[shape_id] = tuple(bool(b) for b in metadata)
+            following.grads[shape_id] = tuple(map(bool, metadata))
         elif self._dynamic_shapes or shape_id not in following.grads:
             return None
-        state.grads_present = present = following.grads[shape_id]
+        state.grads_present = following.grads[shape_id]
         # A receive may be posted before this step's forward, while the state still has the last
         # step's spec; with metadata for every message it is posted after it.
         spec = state.out_spec if self._dynamic_shapes else following.specs[shape_id]
         assert spec is not None
-        if all(present):
-            return spec.grad_metas
-        return [meta for meta, there in zip(spec.grad_metas, present, strict=True) if there]
+        return list(compress(spec.grad_metas, state.grads_present))
 
     def _wait_input(self, state: MicrobatchState, arrived: int) -> None:
         tensors = state.received.wait()
@@ -365,9 +354,9 @@ class StageRunner:
         state.offload.offload()
 
     def _reload(self, state: MicrobatchState) -> None:
-        assert state.offload is not None
-        state.offload.reload()
-        state.offload = None
+        context, state.offload = state.offload, None
+        assert context is not None
+        context.reload()
 
     # --- backward ----------------------------------------------------------------------------
 

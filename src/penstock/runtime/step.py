@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, cast
 
-import optree
 import torch
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from penstock.runtime.config import RunConfig
 from penstock.runtime.microbatch import merge_chunks, split_call, split_tree
 from penstock.schedule.action import Op
 from penstock.schedule.program import Program
-from penstock.stage.pytree import NAMESPACE, flatten, tensors_of, unflatten
+from penstock.stage.pytree import flatten, tensors_of, unflatten
 from penstock.stage.sequence_state import takes_state
 from penstock.stage.stage import Stage
 
@@ -61,11 +60,8 @@ class StepArgs:
     def check(self, num_microbatches: int) -> None:
         """Check the caller's lists: ``losses`` and the ready microbatches."""
         losses: object = self.losses
-        if losses is not None and not isinstance(losses, list):
-            raise TypeError(
-                f"losses is a {type(losses).__name__}, expected a list, to be filled with the "
-                "microbatches' losses"
-            )
+        if not isinstance(losses, list | None):
+            raise TypeError(f"losses is a {type(losses).__name__}, expected a list, to be filled")
         ready = {name: getattr(self, name) for name in ("arg_mbs", "kwarg_mbs", "target_mbs")}
         whole = (bool(self.args), bool(self.kwargs), self.target is not None)
         microbatch.check_ready(ready, dict(zip(ready, whole, strict=True)))
@@ -105,8 +101,7 @@ class StepState:
 
     def given(self, microbatch: int) -> list[Tensor]:
         """This rank's input tensors of a microbatch."""
-        given = (each[microbatch] for each in (self.args, self.kwargs, self.targets) if each)
-        return tensors_of(tuple(given))
+        return tensors_of([m[microbatch] for m in (self.args, self.kwargs, self.targets) if m])
 
 
 class BatchSplitter:
@@ -121,16 +116,14 @@ class BatchSplitter:
     """
 
     def __init__(self, config: RunConfig, program: Program, stages: Mapping[int, Stage]) -> None:
-        self._config = config
-        self._num_in_program = program.num_microbatches
-        self._num_splits = program.num_splits
-        self._dim = config.sequence_dim
+        self._config, self._dim = config, config.sequence_dim
+        self._num_in_program, self._num_splits = program.num_microbatches, program.num_splits
         # The loss of a step is the mean over its microbatches.
         self._averages = config.loss_fn is not None and config.scale_grads
         self.has_first = any(i in stages for i in program.placement.entries)
         self.has_last = any(i in stages for i in program.placement.exits)
         if self._num_splits > 1:
-            _check_takes_chunks(program, stages)
+            _check_chunks(program, stages)
 
     # --- splitting ---------------------------------------------------------------------------
 
@@ -153,42 +146,36 @@ class BatchSplitter:
         seen = (rows if self.has_first else None, rows)
         args, kwargs = split_call(given.args, given.kwargs, num, *specs, *seen)
         if given.args or given.kwargs or given.arg_mbs or given.kwarg_mbs:
-            step.args = self._split_sequences(given.arg_mbs or args, "input")
-        step.kwargs = self._split_sequences(given.kwarg_mbs or kwargs, "keyword argument")
+            step.args = self._split_sequences(given.arg_mbs or args)
+        step.kwargs = self._split_sequences(given.kwarg_mbs or kwargs)
         targets = given.target_mbs
         if targets is None and given.target is not None and self.has_last:
             targets = split_tree(given.target, num, seen=target_rows)
         microbatch.check_rows({**target_rows, **rows}, num)
         if targets is not None:
-            step.targets = self._split_sequences(targets, "target")
+            step.targets = self._split_sequences(targets)
         return step
 
-    def _split_sequences(self, trees: Sequence[Any], what: str) -> Sequence[Any]:
+    def _split_sequences(self, trees: Sequence[Any]) -> Sequence[Any]:
         """The pytrees of the microbatches' sequence chunks."""
         if self._num_splits == 1:
             return trees
         found: list[Any] = []
         for tree in trees:
             leaves, treedef = flatten(tree)
-            columns = [self._split_leaf(leaf, what) for leaf in leaves]
+            columns = [self._split_leaf(leaf) for leaf in leaves]
             found += [unflatten(treedef, [c[i] for c in columns]) for i in range(self._num_splits)]
         return found
 
-    def _split_leaf(self, leaf: Any, what: str) -> Sequence[Any]:
+    def _split_leaf(self, leaf: Any) -> Sequence[Any]:
         num, dim = self._num_splits, self._dim
         if not self._has_sequence(leaf):
             return [leaf] * num
-        length = leaf.size(dim)
-        shown = f"a {what} of shape {tuple(leaf.shape)} can't be split"
-        if length < num:
+        length, evenly = leaf.size(dim), " evenly" if self._averages else ""
+        if length < num or (self._averages and length % num):
             raise ValueError(
-                f"{shown} into {num} sequence chunks along dimension {dim}; pass sequences of at "
-                f"least {num} positions, or split them into fewer chunks"
-            )
-        if self._averages and length % num:
-            raise ValueError(
-                f"{shown} evenly into {num} sequence chunks along dimension {dim}, and the mean of "
-                "uneven chunks' losses is not that of the sequence; pad it, or sum in the loss and "
+                f"a tensor of shape {tuple(leaf.shape)} can't be split{evenly} into {num} sequence "
+                f"chunks along dimension {dim}; pad it, or for uneven chunks sum in the loss and "
                 "pass scale_grads=False"
             )
         return torch.tensor_split(leaf, num, dim=dim)
@@ -209,13 +196,12 @@ class BatchSplitter:
         """The outputs that the call returns, merged or as a list; None where there are none."""
         if not (step.keep_outputs and self.has_last):
             return None
-        num = self._num_splits
+        outputs, num = step.outputs, self._num_splits
         try:
-            outputs: list[Any] = step.outputs
             if num > 1:
                 starts = range(0, len(outputs), num)
                 outputs = [self._join_chunks(outputs[i : i + num]) for i in starts]
-            return merge_chunks(outputs, self._config.output_merge_spec) if merge else list(outputs)
+            return merge_chunks(outputs, self._config.output_merge_spec) if merge else outputs
         except ValueError as error:
             raise ValueError(
                 f"the step is done, but its outputs can't be merged: {error}; pass "
@@ -239,14 +225,13 @@ class BatchSplitter:
         return merge_chunks(column)
 
 
-def _check_takes_chunks(program: Program, stages: Mapping[int, Stage]) -> None:
+def _check_chunks(program: Program, stages: Mapping[int, Stage]) -> None:
     for index, stage in stages.items():
         if not takes_state(stage.submod):
             raise ScheduleError(
                 f"stage {index}: {program.name} splits sequences into {program.num_splits} chunks, "
                 f"and the forward of {type(stage.submod).__name__} takes no state; let it take "
-                "state=None, the state that it returned for the chunk before, and return "
-                "(output, state)"
+                "state=None, and return (output, state for the next chunk)"
             )
     refused = next((a for a in program.actions() if a.op in (Op.RECOMPUTE, Op.OFFLOAD)), None)
     if refused is not None:
@@ -272,15 +257,13 @@ def moved(tree: _Tree, device: torch.device) -> _Tree:
         {'x': tensor(..., device='meta', size=(2,)), 'scale': 3}
     """
 
+    def can_move(node: Any) -> bool:
+        return callable(getattr(node, "to", None))
+
     def to_device(node: Any) -> Any:
         if isinstance(node, Tensor):
             return node.to(device, non_blocking=True)
-        return node.to(device) if _can_move(node) else node
+        return node.to(device) if can_move(node) else node
 
-    flatten(tree)  # which registers its dataclasses
-    found: Any = optree.tree_map(to_device, cast(Any, tree), is_leaf=_can_move, namespace=NAMESPACE)
-    return cast(_Tree, found)
-
-
-def _can_move(node: Any) -> bool:
-    return callable(getattr(node, "to", None))
+    leaves, treedef = flatten(tree, can_move)
+    return cast(_Tree, unflatten(treedef, [to_device(leaf) for leaf in leaves]))
