@@ -400,12 +400,3 @@ def test_stages_with_names_in_common_have_no_common_state() -> None:
     with pytest.raises(PartitionError, match="names"):
         pipe.load_state_dict({"0.weight": torch.ones(DIM, DIM), "0.bias": torch.ones(DIM)})
     assert len(list(pipe.parameters())) == 4
-
-
-@pytest.mark.parametrize("name", ["modules", "cuda", "register_forward_hook"])
-def test_it_says_where_its_modules_are(name: str) -> None:
-    pipe = Twins(mlp(2), F.mse_loss, ranks=2, n_microbatches=2).pipe
-    with pytest.raises(AttributeError, match=rf"attribute '{name}'; .* are pipe.stages\[i\]"):
-        getattr(pipe, name)
-    with pytest.raises(AttributeError, match=r"no attribute 'bubble'$"):
-        pipe.bubble  # noqa: B018

@@ -25,7 +25,7 @@ from penstock.runtime.comm.loopback import loopback
 from penstock.runtime.comm.process_group import make_transport
 from penstock.runtime.config import LossFn, RunConfig, RunOptions
 from penstock.runtime.engine import Engine
-from penstock.runtime.step import BatchSplitter, StepArgs
+from penstock.runtime.step import BatchSplitter
 from penstock.schedule.action import Step
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family
@@ -242,7 +242,7 @@ class PipelineSchedule:
             ValueError: the outputs can't be merged. The step is complete; the next one may follow.
         """
         kwargs |= {"return_outputs": return_outputs, "loss_kwargs": loss_kwargs}
-        return self._run(StepArgs.of(args, kwargs, target, losses), train=True)
+        return self._run(args, kwargs, target, losses, train=True)
 
     def eval(
         self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any
@@ -252,22 +252,35 @@ class PipelineSchedule:
         Losses are computed where a target is given; for these alone, where outputs can't be
         merged or are not wanted, pass ``return_outputs=False``.
         """
-        return self._run(StepArgs.of(args, kwargs, target, losses), train=False)
+        return self._run(args, kwargs, target, losses, train=False)
 
-    def _run(self, given: StepArgs, *, train: bool) -> Any:
+    def _run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        filled: Any,
+        *,
+        train: bool,
+    ) -> Any:
         engine, splitter, config = self.engine, self.splitter, self._config
+        merge = kwargs.pop("merge_outputs", True)
         mode = nullcontext() if train else torch.no_grad()
         with exclusive_step(engine, self._group), engine, mode:
             train = train and self.has_loss and engine.requested.has_backward
             if train and config.backward_requires_autograd and not torch.is_grad_enabled():
                 raise StageError("step() computes gradients, but runs under no_grad; use eval()")
-            step = splitter.split(given)
+            if not isinstance(filled, list | None):
+                raise TypeError(
+                    f"losses is a {type(filled).__name__}, expected a list, to be filled"
+                )
+            step = splitter.split(args, kwargs, target)
             computed = engine.run(step, train=train)
         self.losses = splitter.merge_losses(computed)
         self.metrics = step.metrics if splitter.has_last else []
-        if given.losses is not None:
-            given.losses[:] = () if self.losses is None else self.losses.unbind()
-        return splitter.merge_outputs(step, merge=given.merge_outputs)
+        if filled is not None:
+            filled[:] = () if self.losses is None else self.losses.unbind()
+        return splitter.merge_outputs(step, merge=merge)
 
     def trace(self) -> Trace:
         """The trace of the last step on all ranks. A collective call."""

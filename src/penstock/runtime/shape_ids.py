@@ -1,10 +1,8 @@
 """Ids of input shapes, by which stage runners cache boundary metadata.
 
-The rank of the first stage computes an id per microbatch and broadcasts them at the start of each
-step. Plain values among the inputs count as part of their shapes; objects of other types get a new
-id each step. Metadata also depends on *run conditions*: autocast, the modules' training mode, which
-parameters require grad, and the shapes of keyword arguments on other ranks. An id is a digest of
-the shapes and of all ranks' conditions.
+The first stage's rank computes an id per microbatch, a digest of the inputs' shapes and plain
+values (objects of other types get a new id each step) and of all ranks' *run conditions*: autocast,
+the modules' training mode, which parameters require grad, and keyword arguments on other ranks.
 """
 
 from __future__ import annotations
@@ -61,14 +59,8 @@ def shape_ids(
         >>> one == again, one == other
         (True, False)
     """
-    found: list[int] = []
-    last: tuple[Any, ...] = ()
-    for positional, named in zip(args, kwargs, strict=True):
-        key = _key(positional, named, step)
-        # Most microbatches repeat the previous shapes, and comparing is faster than hashing.
-        found.append(found[-1] if key == last else _digest((*conditions, key)))
-        last = key
-    return found
+    calls = zip(args, kwargs, strict=True)
+    return [_digest((*conditions, _key(*call, step))) for call in calls]
 
 
 def _digest(key: object) -> int:

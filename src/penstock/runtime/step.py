@@ -1,7 +1,6 @@
-"""The data of one step: the arguments of the call, its microbatches, and the results.
+"""The data of one step: its microbatches, and the results.
 
-    StepArgs (a whole batch, or ready microbatches)
-        └─ BatchSplitter ─► StepState ─(engine)─► StepState with losses and outputs ─► merged
+    a batch, or ready microbatches ─ BatchSplitter ─► StepState ─ engine ─► losses, outputs: merged
 
 A program may split each microbatch's sequences into ``num_splits`` chunks, which it counts as
 microbatches. Losses and outputs are joined, so that callers see microbatches alone:
@@ -13,7 +12,6 @@ microbatches. Losses and outputs are joined, so that callers see microbatches al
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from typing import Any, TypeVar, cast
 
 import torch
@@ -29,47 +27,9 @@ from penstock.stage.pytree import flatten, tensors_of, unflatten
 from penstock.stage.sequence_state import takes_state
 from penstock.stage.stage import Stage
 
-__all__ = ["BatchSplitter", "StepArgs", "StepState", "is_placed", "moved"]
+__all__ = ["BatchSplitter", "StepState", "is_placed", "moved"]
 
 _Tree = TypeVar("_Tree")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepArgs:
-    """The arguments of one call of ``PipelineSchedule.step`` or ``eval``, by their names there."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Any = None
-    losses: list[Tensor] | None = None
-    return_outputs: bool = True
-    merge_outputs: bool = True
-    loss_kwargs: Mapping[str, Any] | None = None
-    arg_mbs: Sequence[tuple[Any, ...]] | None = None
-    kwarg_mbs: Sequence[dict[str, Any]] | None = None
-    target_mbs: Sequence[Any] | None = None
-
-    @staticmethod
-    def of(
-        args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, losses: list[Tensor] | None
-    ) -> StepArgs:
-        """The arguments of a call whose ``kwargs`` also hold the other options."""
-        options = {f.name: kwargs.pop(f.name) for f in fields(StepArgs)[4:] if f.name in kwargs}
-        return StepArgs(args=args, kwargs=kwargs, target=target, losses=losses, **options)
-
-    def check(self, num_microbatches: int) -> None:
-        """Check the caller's lists: ``losses`` and the ready microbatches."""
-        losses: object = self.losses
-        if not isinstance(losses, list | None):
-            raise TypeError(f"losses is a {type(losses).__name__}, expected a list, to be filled")
-        ready = {name: getattr(self, name) for name in ("arg_mbs", "kwarg_mbs", "target_mbs")}
-        whole = (bool(self.args), bool(self.kwargs), self.target is not None)
-        microbatch.check_ready(ready, dict(zip(ready, whole, strict=True)))
-        length = microbatch.num_chunks(ready)
-        if length is not None and length != num_microbatches:
-            raise ValueError(
-                f"{length} ready microbatches, expected n_microbatches={num_microbatches}"
-            )
 
 
 class StepState:
@@ -127,30 +87,37 @@ class BatchSplitter:
 
     # --- splitting ---------------------------------------------------------------------------
 
-    def split(self, given: StepArgs) -> StepState:
-        """The microbatches of one call.
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> StepState:
+        """The microbatches of one call; ``kwargs`` also hold the options of the call.
 
         Raises:
             ValueError: the batch can't be split, is given twice, or has another number of ready
                 microbatches.
         """
-        config, num = self._config, self._config.n_microbatches
-        given.check(num)
-        step = StepState(self._num_in_program)
-        step.keep_outputs = given.return_outputs
-        step.loss_kwargs = given.loss_kwargs or {}
+        config, num, step = (
+            self._config,
+            self._config.n_microbatches,
+            StepState(self._num_in_program),
+        )
+        step.keep_outputs = kwargs.pop("return_outputs", True)
+        step.loss_kwargs = kwargs.pop("loss_kwargs", None) or {}
+        ready = {name: kwargs.pop(name, None) for name in ("arg_mbs", "kwarg_mbs", "target_mbs")}
+        whole = (bool(args), bool(kwargs), target is not None)
+        microbatch.check_ready(ready, dict(zip(ready, whole, strict=True)))
+        if (length := microbatch.num_chunks(ready)) not in (None, num):
+            raise ValueError(f"{length} ready microbatches, expected n_microbatches={num}")
         # Row counts of the tensors that count here: where inputs enter, and losses are computed.
         rows: dict[int, torch.Size] = {}
         target_rows: dict[int, torch.Size] = {}
         specs = (config.args_chunk_spec, config.kwargs_chunk_spec)
         seen = (rows if self.has_first else None, rows)
-        args, kwargs = split_call(given.args, given.kwargs, num, *specs, *seen)
-        if given.args or given.kwargs or given.arg_mbs or given.kwarg_mbs:
-            step.args = self._split_sequences(given.arg_mbs or args)
-        step.kwargs = self._split_sequences(given.kwarg_mbs or kwargs)
-        targets = given.target_mbs
-        if targets is None and given.target is not None and self.has_last:
-            targets = split_tree(given.target, num, seen=target_rows)
+        arg_mbs, kwarg_mbs = split_call(args, kwargs, num, *specs, *seen)
+        if args or kwargs or ready["arg_mbs"] or ready["kwarg_mbs"]:
+            step.args = self._split_sequences(ready["arg_mbs"] or arg_mbs)
+        step.kwargs = self._split_sequences(ready["kwarg_mbs"] or kwarg_mbs)
+        targets = ready["target_mbs"]
+        if targets is None and target is not None and self.has_last:
+            targets = split_tree(target, num, seen=target_rows)
         microbatch.check_rows({**target_rows, **rows}, num)
         if targets is not None:
             step.targets = self._split_sequences(targets)
