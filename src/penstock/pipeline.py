@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError, StageError
 from penstock.runtime.comm.loopback import loopback
 from penstock.runtime.comm.process_group import chosen_device, process_group
-from penstock.runtime.config import AllOptions, PipelineSpec
+from penstock.runtime.config import PipelineSpec
 from penstock.runtime.schedules import ScheduleProgram
 from penstock.runtime.step import is_placed, moved
 from penstock.schedule.program import Program
@@ -99,7 +99,7 @@ class Pipeline(ModelState):
         init_fn: Callable[[nn.Module], Any] | None = None,
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
-        **options: Unpack[AllOptions],
+        **options: Any,
     ) -> None:
         from penstock.assembly import assemble  # imports all of partition
 

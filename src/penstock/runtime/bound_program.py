@@ -31,6 +31,7 @@ from penstock.schedule.check import global_order
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.stage.boundary import BoundarySpec, describe
 from penstock.stage.device_streams import DeviceStreams
+from penstock.stage.rng import draw_step_seed
 from penstock.stage.stage import MicrobatchState, Stage
 
 __all__ = ["BoundProgram"]
@@ -99,7 +100,7 @@ class BoundProgram:
         return f"{call}{joined}, after {num_steps} others"
 
     def begin(self, step: StepState, number: int) -> None:
-        """Begin the step of this number: broadcast the shape ids, which are set in ``step``.
+        """Begin the step of this number: broadcast the shape ids and the seed, set in ``step``.
 
         Raises:
             StageError: inputs or targets are missing where they are needed, or the ranks where
@@ -115,7 +116,10 @@ class BoundProgram:
         if enters:
             assert step.args is not None
             ids = shape_ids(step.args, step.kwargs, gathered, number)
-        step.shape_ids = ids if alone else transport.broadcast_ints(ids, first)
+        # Drawn on every rank, so that the generators stay alike; the first rank's counts.
+        seed = draw_step_seed() if self.train and self._config.microbatch_rng else 0
+        sent = [seed, *ids]
+        step.seed, *step.shape_ids = sent if alone else transport.broadcast_ints(sent, first)
         if enters and step.shape_ids != ids:
             raise StageError(
                 f"the inputs here have other shapes than those on rank {first}; each rank where "

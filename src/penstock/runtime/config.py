@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,32 +19,11 @@ if TYPE_CHECKING:
     from penstock.partition.spec import Example, Split
     from penstock.schedule.program import Program
 
-__all__ = ["AllOptions", "DEFAULT_TIMEOUT_S", "LossFn", "PipelineSpec", "RunConfig", "RunOptions"]
+__all__ = ["DEFAULT_TIMEOUT_S", "LossFn", "PipelineSpec", "RunConfig"]
 
 DEFAULT_TIMEOUT_S = 600.0
 
 LossFn: TypeAlias = Callable[..., Any]
-
-
-class RunOptions(TypedDict, total=False):
-    """The options of ``RunConfig`` that are not in torch's schedules."""
-
-    dynamic_shapes: bool
-    microbatch_rng: bool
-    overlap: bool
-    sequence_dim: int
-    timeout_s: float
-    shared: Sequence[Tie]
-
-
-class AllOptions(RunOptions, total=False):
-    """All options of ``RunConfig`` but ``n_microbatches`` and ``loss_fn``."""
-
-    args_chunk_spec: tuple[Any, ...] | None
-    kwargs_chunk_spec: dict[str, Any] | None
-    output_merge_spec: Any
-    scale_grads: bool
-    backward_requires_autograd: bool
 
 
 @dataclass(frozen=True, slots=True)

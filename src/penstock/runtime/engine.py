@@ -34,7 +34,6 @@ from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import TRANSFERS
 from penstock.schedule.text import to_json
 from penstock.stage import device_streams
-from penstock.stage.rng import draw_step_seed
 from penstock.stage.stage import Stage
 from penstock.trace import Trace
 
@@ -141,8 +140,6 @@ class Engine:
         if self._replicas.sharded is not was_sharded:
             self._train.rebind(self._lowered())
         bound.begin(step, self._num_steps)
-        if train and self.config.microbatch_rng:
-            self._share_step_seed()
         with ExitStack() as around:
             if train:
                 around.enter_context(self.shared_buffers.guarded())
@@ -195,16 +192,6 @@ class Engine:
             self._wrapper_of = {i: found[stage.submod] for i, stage in self.stages.items()}
             self._replicas = Replicas([each for each in found.values() if each is not None])
             self._wrapped = wrapped
-
-    def _share_step_seed(self) -> None:
-        """Draw a seed on every rank; the first rank's seeds the microbatches' random streams."""
-        placement, seed = self.program.placement, draw_step_seed()
-        if not self._is_single_process:
-            first = placement.rank_of(placement.entries[0])
-            (seed,) = self._transport.broadcast_ints([seed], first)
-        for runner in self._train.runners.values():
-            assert runner.rng is not None
-            runner.rng.step_seed = seed
 
     def _run_actions(self, bound: BoundProgram) -> None:
         for i, runner in bound.runners.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,9 @@ from penstock.runtime.comm.agreement import exclusive_step
 from penstock.runtime.comm.base import Transport
 from penstock.runtime.comm.loopback import loopback
 from penstock.runtime.comm.process_group import make_transport
-from penstock.runtime.config import LossFn, RunConfig, RunOptions
+from penstock.runtime.config import LossFn, RunConfig
 from penstock.runtime.engine import Engine
+from penstock.runtime.overlap import PairFunction
 from penstock.runtime.step import BatchSplitter
 from penstock.schedule.action import Step
 from penstock.schedule.program import Program
@@ -66,6 +67,7 @@ class PipelineSchedule:
     """
 
     schedule_name: ClassVar[str | None] = None
+    _pair_function: PairFunction | None = None
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class PipelineSchedule:
         *,
         program: Program | None = None,
         transports: Sequence[Transport] | None = None,
-        **options: Unpack[RunOptions],
+        **options: Any,
     ) -> None:
         self._stages, self._transports, self._group = stages, transports, group_of(stages)
         self._engine: Engine | None = None
@@ -113,6 +115,10 @@ class PipelineSchedule:
             by_index = {s.stage_index: s for s in stages}
             engine = Engine(program, by_index, transports, config, ties)
             self.splitter = BatchSplitter(config, program, by_index)
+        if self._pair_function is not None:
+            engine.run_pairs_by(self._pair_function)
+        if self._engine is not None:
+            self._engine.close()
         self._engine = engine
         if group is not None:
             _num_made[group.group_name] += 1

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import inspect
 import os
-from typing import Any, Literal, Unpack, cast
+from typing import Any, Literal, cast
 
 from penstock.cause import publishing_errors
 from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError
-from penstock.runtime.config import LossFn, RunOptions
+from penstock.runtime.config import LossFn
 from penstock.runtime.overlap import PairFunction
 from penstock.runtime.pipeline_schedule import PipelineSchedule, group_of
 from penstock.schedule.action import Overlap, Step
@@ -47,7 +47,7 @@ class PipelineScheduleSingle(PipelineSchedule):
         kwargs_chunk_spec: dict[str, Any] | None = None,
         output_merge_spec: Any = None,
         scale_grads: bool = True,
-        **options: Unpack[RunOptions],
+        **options: Any,
     ) -> None:
         self._stage = stage
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
@@ -97,10 +97,7 @@ class PipelineScheduleMulti(PipelineSchedule):
                     f"{filename}: a program of {number_of(found, 'microbatch')}, but the schedule "
                     f"has n_microbatches={self.n_microbatches}"
                 )
-        before = self._engine
         self._load(program)
-        if before is not None:
-            before.close()
 
     def _dump_csv(self, filename: str | os.PathLike[str], format: Format = "compute_only") -> None:
         """Write the program to a CSV file (see ``penstock.save_csv``)."""
@@ -110,8 +107,6 @@ class PipelineScheduleMulti(PipelineSchedule):
 
 class PipelineScheduleRuntime(PipelineScheduleMulti):
     """A schedule of several stages per rank; runs the program that ``_load_csv`` reads."""
-
-    _pair_function: PairFunction | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -156,11 +151,6 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
         self._pair_function = custom_function
         if self._engine is not None:
             self._engine.run_pairs_by(custom_function)
-
-    def _load(self, program: Program) -> None:
-        super()._load(program)
-        if self._pair_function is not None:
-            self.engine.run_pairs_by(self._pair_function)
 
 
 def _check_format(format: str) -> None:

@@ -123,8 +123,9 @@ class StageRunner:
         Metadata that holds plain values is always dropped, at both ends of a boundary, and sent
         again, since values do not follow from the inputs' shapes.
         """
-        self._step = step
-        dropped = False
+        self._step, dropped = step, False
+        if self.rng is not None:
+            self.rng.step_seed = step.seed
         for side in (self._prev, self._next):
             for i in [i for i, spec in side.specs.items() if forget or spec.holds_values]:
                 del side.specs[i]

@@ -43,6 +43,7 @@ class StepState:
         loss_kwargs: keyword arguments of the loss function.
         keep_outputs: whether the last stage's outputs are returned.
         shape_ids: per microbatch, the id of its inputs' shapes, the same on all ranks.
+        seed: the step's seed of the microbatches' random streams, the same on all ranks.
         outputs: per microbatch, the last stage's output, where returned.
         losses: per microbatch, its loss, on the rank of the last stage.
         metrics: per microbatch, the metrics that the loss function returned beside the loss.
@@ -54,7 +55,8 @@ class StepState:
         self.targets: Sequence[Any] | None = None
         self.loss_kwargs: Mapping[str, Any] = {}
         self.keep_outputs = False
-        self.shape_ids: Sequence[int] = [0] * num_microbatches
+        self.shape_ids = [0] * num_microbatches
+        self.seed = 0
         self.outputs: list[Any] = [None] * num_microbatches
         self.losses: list[Tensor | None] = [None] * num_microbatches
         self.metrics: list[Any] = [None] * num_microbatches
