@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from penstock.cause import publishing_errors
 from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError, StageError
-from penstock.runtime.comm.loopback import loopback
 from penstock.runtime.comm.process_group import chosen_device, process_group
 from penstock.runtime.config import PipelineSpec
 from penstock.runtime.schedules import ScheduleProgram
@@ -130,13 +129,8 @@ class Pipeline(ModelState):
         self.rank = group.rank() if group is not None else 0
         self.stages: tuple[PipelineStage, ...] = made.stages
         self._takes_model_call, self._forecast = made.takes_model_call, made.forecast
-        self._schedule = ScheduleProgram(
-            list(made.stages),
-            made.program,
-            made.loss_fn,
-            transports=loopback(self.num_ranks) if group is None else None,
-            **{**options, "shared": made.ties},
-        )
+        options["shared"] = made.ties
+        self._schedule = ScheduleProgram(list(made.stages), made.program, made.loss_fn, **options)
         if made.shared_buffers is not None:
             self._schedule.engine.shared_buffers = made.shared_buffers
 

@@ -43,12 +43,7 @@ _DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torc
 
 
 class BoundProgram:
-    """One program, for training or evaluation, bound to this process's stages and transports.
-
-    Attributes:
-        runners: the stage runners, by stage.
-        executor: runs the bound actions.
-    """
+    """One program, for training or evaluation, bound to this process's stages and transports."""
 
     def __init__(
         self,
@@ -83,8 +78,7 @@ class BoundProgram:
     def rebind(
         self, program: CheckedProgram | None = None, pair_function: PairFunction | None = None
     ) -> None:
-        """Bind another program with the same computations and messages, or a function that runs
-        overlapped pairs (see ``runtime/overlap.py``); keeps caches."""
+        """Bind a program with the same computations and messages, or a function of pairs."""
         self.program = program or self.program
         self._pair_function = pair_function or self._pair_function
         if self._pair_function is not None or not overlap.takes_streams(self.program):
@@ -100,7 +94,7 @@ class BoundProgram:
         return f"{call}{joined}, after {num_steps} others"
 
     def begin(self, step: StepState, number: int) -> None:
-        """Begin the step of this number: broadcast the shape ids and the seed, set in ``step``.
+        """Begin the step of this number: broadcast its shape ids and its seed.
 
         Raises:
             StageError: inputs or targets are missing where they are needed, or the ranks where

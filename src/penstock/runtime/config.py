@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from penstock.partition.spec import Example, Split
     from penstock.schedule.program import Program
 
-__all__ = ["DEFAULT_TIMEOUT_S", "LossFn", "PipelineSpec", "RunConfig"]
-
-DEFAULT_TIMEOUT_S = 600.0
+__all__ = ["LossFn", "PipelineSpec", "RunConfig"]
 
 LossFn: TypeAlias = Callable[..., Any]
 
@@ -35,14 +33,14 @@ class RunConfig:
         loss_fn: ``loss_fn(output, target)`` returns a microbatch's mean loss: a scalar tensor, or
             ``(scalar, metrics)``. A function of one argument needs no target. Without a loss
             function, steps run forward only.
-        args_chunk_spec: per positional argument the split dimension as a ``TensorChunkSpec``, or
-            None to replicate the argument to every microbatch. Without a spec, dimension 0.
-        kwargs_chunk_spec: specs of keyword arguments by name; without a spec, dimension 0.
+        args_chunk_spec: per positional argument a ``TensorChunkSpec`` with the split dimension (0
+            without a spec), or None to replicate the argument to every microbatch.
+        kwargs_chunk_spec: likewise by name.
         output_merge_spec: specs by which outputs are merged (see ``merge_chunks``).
         scale_grads: divide each microbatch's loss by ``n_microbatches``, so that gradients are
             those of the mean loss over the batch.
-        backward_requires_autograd: refuse training steps under ``no_grad``. If False, such steps
-            compute gradients.
+        backward_requires_autograd: refuse training steps under ``no_grad``, instead of computing
+            gradients there.
         dynamic_shapes: allow shapes to change between the microbatches of a step.
         microbatch_rng: draw random numbers (dropout) as the plain loop does with
             ``penstock.microbatch_rng`` around each forward, independent of the schedule, the split
@@ -75,7 +73,7 @@ class RunConfig:
     microbatch_rng: bool = False
     overlap: bool = False
     sequence_dim: int = 1
-    timeout_s: float = DEFAULT_TIMEOUT_S
+    timeout_s: float = 600.0
     shared: Sequence[Tie] = ()
 
     def __post_init__(self) -> None:

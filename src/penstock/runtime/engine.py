@@ -72,6 +72,7 @@ class Engine:
         self.stages, self.transports = dict(stages), tuple(transports)
         # One speaks for all: over several in this process, nothing is awaited and nothing fails.
         self._transport = transports[0]
+        self._is_single_process = len(transports) == program.num_ranks
         self.failure: PenstockError | None = None
         self._agreed, self._num_steps = False, 0
         _check_stages(program, self.stages, self.transports)
@@ -100,11 +101,6 @@ class Engine:
     def program(self) -> CheckedProgram:
         """The executed program of training steps, including sends and receives."""
         return self._train.program
-
-    @property
-    def _is_single_process(self) -> bool:
-        """True if all ranks are in this process."""
-        return len(self.transports) == self.program.num_ranks
 
     def _lowered(self) -> CheckedProgram:
         try:

@@ -47,8 +47,8 @@ class PipelineSchedule:
     Args:
         stages: this rank's stages.
         defer_pp_recv: no effect, since the program places receives; for torch's signature.
-        program: the program; chosen by the subclass if None.
-        transports: the ranks of this process, if not its own rank of the stages' group.
+        program: the program; chosen by the subclass if None. Without other processes in the
+            stages' group, all its ranks run in this one.
         options: these and all others: see ``penstock.runtime.config.RunConfig``.
 
     Attributes:
@@ -82,10 +82,9 @@ class PipelineSchedule:
         defer_pp_recv: bool = False,
         *,
         program: Program | None = None,
-        transports: Sequence[Transport] | None = None,
         **options: Any,
     ) -> None:
-        self._stages, self._transports, self._group = stages, transports, group_of(stages)
+        self._stages, self._group = stages, group_of(stages)
         self._engine: Engine | None = None
         self.n_microbatches, self.scale_grads = n_microbatches, scale_grads
         self.has_loss = loss_fn is not None
@@ -108,8 +107,8 @@ class PipelineSchedule:
         stages, group, config = self._stages, self._group, self._config
         ties = config.shared or stages[0].ties
         with publishing_errors(group):
-            transports = self._transports or loopback(1)
-            if self._transports is None and group is not None and self.pp_group_size > 1:
+            transports: Sequence[Transport] = loopback(program.num_ranks)
+            if group is not None and self.pp_group_size > 1:
                 number = _num_made[group.group_name]
                 transports = [make_transport(group, stages[0].device, number, config.timeout_s)]
             by_index = {s.stage_index: s for s in stages}

@@ -1,7 +1,6 @@
-"""The handlers of one stage's actions on a microbatch's state, the step and the transport.
+"""The handlers of one stage's actions, bound to them once.
 
-The runner binds actions to handlers once (``bind``), and the executor runs the handlers. All state
-of a schedule for its stage is in the runner, so that several schedules may share stages.
+All state of a schedule for its stage is in the runner, so that several schedules may share stages.
 """
 
 from __future__ import annotations
@@ -39,19 +38,12 @@ __all__ = ["Neighbor", "StageRunner"]
 
 @dataclass(slots=True)
 class Neighbor:
-    """A neighbouring stage, and the metadata of the boundary to it.
+    """A neighbouring stage, and the metadata of the boundary to it."""
 
-    Args:
-        peer: the rank on which it lies.
-        states: its microbatches' states, on this rank.
-        queue: the receives from it, if it lies on another rank.
-        specs: by shape id, the description of the activations.
-        grads: by shape id, for each gradient whether it is sent.
-    """
-
-    peer: int
-    states: Sequence[MicrobatchState] = ()
-    queue: RecvQueue | None = None
+    peer: int  # the rank on which it lies
+    states: Sequence[MicrobatchState] = ()  # of its microbatches, on this rank
+    queue: RecvQueue | None = None  # the receives from it, if it lies on another rank
+    # By shape id, the description of the activations; and for each gradient whether it is sent.
     specs: dict[int, BoundarySpec] = field(default_factory=dict)
     grads: dict[int, tuple[bool, ...]] = field(default_factory=dict)
 
@@ -60,10 +52,8 @@ class StageRunner:
     """Runs the actions of one stage for one program.
 
     Args:
-        stage, program, config, transport: the stage, its program and options, and its connection.
-        states: its microbatches' states.
+        states: the stage's microbatches' states.
         previous, following: its neighbours; None for the model's first and last stage.
-        train: True for training, False for evaluation.
         acknowledged: for each action that waits for a message, how many of this rank's messages
             to the sender have arrived by then (see ``schedule.channels``).
         dual_streams: the two streams of overlapped pairs, if they are used.
@@ -172,7 +162,7 @@ class StageRunner:
     def _receive(
         self, queue: RecvQueue | None, metas_of: MetasOf, state: MicrobatchState
     ) -> PendingReceive:
-        """Post a receive, or defer it, for lack of metadata, until it is waited for."""
+        """Post a receive, or defer it for lack of metadata."""
         assert queue is not None
         metas = None if queue.deferred else metas_of(state, None)
         if metas is None:
