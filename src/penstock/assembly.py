@@ -40,33 +40,21 @@ ModelOrStages: TypeAlias = nn.Module | Sequence[nn.Module] | Sequence[PipelineSt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """The parts of a pipeline: this process's stages, and facts about the whole model.
-
-    Args:
-        program, stages, ties, loss_fn: the arguments of the schedule.
-        forecast: the predicted time of a step, for a program found by search.
-        state_names: the names in the whole model's state; None if other ranks' are unknown.
-        takes_model_call: whether the stages accept the model's own call signature.
-        shared_buffers: the buffers of layers that several stages call, if known of all ranks.
-    """
+    """The parts of a pipeline: this process's stages, and facts about the whole model."""
 
     program: Program
     stages: tuple[PipelineStage, ...]
     ties: Sequence[Tie]
     loss_fn: LossFn | None
-    forecast: Forecast | None
-    state_names: frozenset[str] | None
-    takes_model_call: bool = False
+    forecast: Forecast | None  # the predicted time of a step, for a program found by search
+    state_names: frozenset[str] | None  # of the whole model; None if other ranks' are unknown
+    takes_model_call: bool = False  # the stages accept the model's own call signature
+    # The buffers of layers that several stages call, if known of all ranks.
     shared_buffers: SharedBuffers | None = None
 
 
 def assemble(spec: PipelineSpec) -> Assembly:
-    """Choose a program, split the model, and make this process's stages.
-
-    Raises:
-        PartitionError: the model can't be cut so.
-        ScheduleError: ranks, stages and microbatches do not fit the schedule.
-    """
+    """Choose a program, split the model, and make this process's stages; raises as ``Pipeline``."""
     model, where, forecast = spec.model, None, None
     if not isinstance(model, nn.Module | Sequence):
         raise PartitionError(

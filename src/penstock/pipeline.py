@@ -139,8 +139,7 @@ class Pipeline(ModelState):
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Run one training step; accumulates gradients into the parameters' ``.grad``.
 
-        Each microbatch has the same weight in the mean loss, even if their numbers of rows
-        differ; see ``PipelineSchedule.step``.
+        Each microbatch has the same weight in the mean loss, even if their numbers of rows differ.
 
         Args:
             args: the model's inputs. Optional on ranks without the first stage. A batch entirely

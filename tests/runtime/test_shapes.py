@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from penstock import PipelineStage
 from penstock.runtime import bound_program
-from penstock.runtime.shape_ids import condition_id, run_conditions, shape_ids
+from penstock.runtime.shape_ids import condition_id, shape_ids
 from tests.agreement import Twins
 from tests.models import DIM, features, mlp
 
@@ -17,15 +17,21 @@ from tests.models import DIM, features, mlp
 def test_a_device_without_autocast() -> None:
     device = torch.device("meta")
     stage = PipelineStage(nn.Linear(DIM, DIM, device=device), 0, 1, device)
-    assert run_conditions([stage], device) == (None, True, True, True)
+    assert condition_id([stage], device, (), 0) == condition_id([stage], device, (), 1)
 
 
 def test_autocast_training_and_frozen_parameters_are_conditions() -> None:
     device = torch.device("cpu")
-    stage = PipelineStage(nn.Linear(DIM, DIM).eval(), 0, 1, device)
+    stage = PipelineStage(nn.Linear(DIM, DIM), 0, 1, device)
+    ids = [condition_id([stage], device, (), 0)]
+    stage.submod.eval()
+    ids.append(condition_id([stage], device, (), 0))
     stage.submod.bias.requires_grad_(False)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert run_conditions([stage], device) == (torch.bfloat16, False, True, False)
+    ids.append(condition_id([stage], device, (), 0))
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            ids.append(condition_id([stage], device, (), 0))
+    assert len(set(ids)) == 5
 
 
 def test_an_id_is_of_shapes_values_and_conditions() -> None:
@@ -46,10 +52,13 @@ def test_an_id_is_of_shapes_values_and_conditions() -> None:
 
 
 def test_keyword_arguments_elsewhere_are_conditions() -> None:
-    short, long = [{"x": torch.ones(3)}], [{"x": torch.ones(4)}]
-    assert condition_id((True,), short, 0) == condition_id((True,), short, 1)
-    assert condition_id((True,), short, 0) != condition_id((True,), long, 0)
-    assert condition_id((True,), [{}], 0) == condition_id((True,), (), 0)
+    def number(step: int, *kwargs: dict[str, torch.Tensor]) -> int:
+        return condition_id([], torch.device("cpu"), kwargs, step)
+
+    short, long = {"x": torch.ones(3)}, {"x": torch.ones(4)}
+    assert number(0, short) == number(1, short)
+    assert number(0, short) != number(0, long)
+    assert number(0, {}) == number(0)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zbv"])

@@ -23,7 +23,7 @@ from penstock.runtime.config import RunConfig
 from penstock.runtime.executor import BoundAction, Executor
 from penstock.runtime.loss import needs_target
 from penstock.runtime.overlap import DualStreams, PairFunction
-from penstock.runtime.shape_ids import condition_id, run_conditions, shape_ids
+from penstock.runtime.shape_ids import condition_id, shape_ids
 from penstock.runtime.stage_runner import Neighbor, StageRunner
 from penstock.runtime.step import StepState
 from penstock.schedule.channels import acknowledgements
@@ -103,8 +103,8 @@ class BoundProgram:
         transport, first, alone = self._transports[0], self._entry_ranks[0], self._is_single_process
         # The first rank's keyword arguments are part of its inputs.
         kwargs = () if alone or transport.rank == first else step.kwargs
-        conditions = run_conditions(self._stages.values(), self._device)
-        gathered = transport.all_gather_ints(condition_id(conditions, kwargs, number))
+        conditions = condition_id(self._stages.values(), self._device, kwargs, number)
+        gathered = transport.all_gather_ints(conditions)
         self._check_given(step)
         enters, ids = alone or transport.rank in self._entry_ranks, step.shape_ids
         if enters:

@@ -234,20 +234,19 @@ class PipelineSchedule:
             losses: a list that is filled with the microbatches' losses, on every rank.
             return_outputs: whether to return the last stage's outputs.
             loss_kwargs: keyword arguments of the loss function.
-            kwargs: keyword arguments of every stage on this rank, a whole batch; and
-                ``merge_outputs=False`` for a list with each microbatch's output, and ready
-                microbatches instead of a batch to split: ``arg_mbs``, ``kwarg_mbs``,
-                ``target_mbs``.
+            kwargs: keyword arguments of every stage on this rank, a whole batch; ``arg_mbs``,
+                ``kwarg_mbs`` and ``target_mbs``, ready microbatches instead of a batch; and
+                ``merge_outputs=False`` for a list with each microbatch's output.
 
         Returns:
-            On the rank of the last stage (likewise) the outputs, if asked for; else None.
+            On the rank of the last stage (likewise) the outputs, unless turned off; else None.
 
         Raises:
             PenstockError: this rank or another one failed; see the subclasses.
             ValueError: the outputs can't be merged. The step is complete; the next one may follow.
         """
         kwargs |= {"return_outputs": return_outputs, "loss_kwargs": loss_kwargs}
-        return self._run(args, kwargs, target, losses, train=True)
+        return self._run(args, kwargs | {"target": target, "losses": losses}, train=True)
 
     def eval(
         self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any
@@ -257,19 +256,11 @@ class PipelineSchedule:
         Losses are computed where a target is given; for these alone, where outputs can't be
         merged or are not wanted, pass ``return_outputs=False``.
         """
-        return self._run(args, kwargs, target, losses, train=False)
+        return self._run(args, kwargs | {"target": target, "losses": losses}, train=False)
 
-    def _run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
-        filled: Any,
-        *,
-        train: bool,
-    ) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Any:
         engine, splitter, config = self.engine, self.splitter, self._config
-        merge = kwargs.pop("merge_outputs", True)
+        filled, merge = kwargs.pop("losses"), kwargs.pop("merge_outputs", True)
         mode = nullcontext() if train else torch.no_grad()
         with exclusive_step(engine, self._group), engine, mode:
             train = train and self.has_loss and engine.requested.has_backward
@@ -279,7 +270,7 @@ class PipelineSchedule:
                 raise TypeError(
                     f"losses is a {type(filled).__name__}, expected a list, to be filled"
                 )
-            step = splitter.split(args, kwargs, target)
+            step = splitter.split(args, kwargs)
             computed = engine.run(step, train=train)
         self.losses = splitter.merge_losses(computed)
         self.metrics = step.metrics if splitter.has_last else []

@@ -1,11 +1,9 @@
 """The schedules as classes with the names and signatures of torch.distributed.pipelining.
 
-    PipelineSchedule
-    ├── PipelineScheduleSingle          takes a stage       GPipe, 1F1B, forward only
-    └── PipelineScheduleMulti           takes a list        ScheduleProgram
-        └── PipelineScheduleRuntime     reads CSV files     Interleaved1F1B, ZBV, ...
-
-The classes differ only in signatures and programs.
+PipelineSchedule
+├── PipelineScheduleSingle          takes a stage       GPipe, 1F1B, forward only
+└── PipelineScheduleMulti           takes a list        ScheduleProgram
+    └── PipelineScheduleRuntime     reads CSV files     Interleaved1F1B, ZBV, ...
 """
 
 from __future__ import annotations
@@ -131,8 +129,8 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
         Args:
             computation_type: ``OVERLAP_F_B``.
             custom_function: ``function(pair, forward, backward)`` calls each of the last two
-                once, in any thread, and returns when both are done. ``pair.parts`` are their
-                actions, in this order.
+                once, in any thread, and returns when both are done; ``pair.parts`` has their
+                actions.
 
         Raises:
             ScheduleError: another kind of action, or a function of other arguments.

@@ -17,26 +17,20 @@ from torch import Tensor
 from penstock.stage.pytree import flatten, is_plain
 from penstock.stage.stage import Stage
 
-__all__ = ["condition_id", "run_conditions", "shape_ids"]
+__all__ = ["condition_id", "shape_ids"]
 
 
-def run_conditions(stages: Iterable[Stage], device: torch.device) -> tuple[Any, ...]:
-    """This rank's conditions, besides input shapes, that boundary metadata depends on."""
+def condition_id(
+    stages: Iterable[Stage], device: torch.device, kwargs: Sequence[Mapping[str, Any]], step: int
+) -> int:
+    """The id of this rank's run conditions, with the shapes of its keyword arguments."""
     kind = device.type
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     cast = torch.get_autocast_dtype(kind) if casts else None
     modules = [stage.submod for stage in stages]
-    trained = (param.requires_grad for module in modules for param in module.parameters())
-    return (cast, *(module.training for module in modules), *trained)
-
-
-def condition_id(
-    conditions: tuple[Any, ...], kwargs: Sequence[Mapping[str, Any]], step: int
-) -> int:
-    """The id of a rank's conditions, with the shapes of its microbatches' keyword arguments."""
-    if any(kwargs):
-        conditions = (*conditions, *(_key((), named, step) for named in kwargs))
-    return _digest(conditions)
+    trained = [param.requires_grad for module in modules for param in module.parameters()]
+    named = [_key((), each, step) for each in kwargs] if any(kwargs) else []
+    return _digest((cast, [module.training for module in modules], trained, named))
 
 
 def shape_ids(

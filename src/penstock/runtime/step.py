@@ -89,20 +89,18 @@ class BatchSplitter:
 
     # --- splitting ---------------------------------------------------------------------------
 
-    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> StepState:
-        """The microbatches of one call; ``kwargs`` also hold the options of the call.
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepState:
+        """The microbatches of one call; ``kwargs`` also hold its target and its options.
 
         Raises:
             ValueError: the batch can't be split, is given twice, or has another number of ready
                 microbatches.
         """
-        config, num, step = (
-            self._config,
-            self._config.n_microbatches,
-            StepState(self._num_in_program),
-        )
+        config, step = self._config, StepState(self._num_in_program)
+        num = config.n_microbatches
         step.keep_outputs = kwargs.pop("return_outputs", True)
         step.loss_kwargs = kwargs.pop("loss_kwargs", None) or {}
+        target = kwargs.pop("target")
         ready = {name: kwargs.pop(name, None) for name in ("arg_mbs", "kwarg_mbs", "target_mbs")}
         whole = (bool(args), bool(kwargs), target is not None)
         microbatch.check_ready(ready, dict(zip(ready, whole, strict=True)))
