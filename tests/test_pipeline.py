@@ -322,7 +322,7 @@ def test_a_failed_step_is_the_last() -> None:
         pipe.step(inputs, target=target)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert (caught.value.rank, caught.value.stage, caught.value.microbatch) == (1, 1, 0)
-    with pytest.raises(penstock.PeerError, match=r"failed, .*make a new one, over the same model"):
+    with pytest.raises(penstock.PeerError, match=r"failed, .*make a new one over the same model"):
         pipe.eval(inputs)
     Fails.is_mended = True
     again = Pipeline(layers, loss_fn=F.mse_loss, n_microbatches=2)

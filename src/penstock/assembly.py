@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-import torch.distributed as dist
 from torch import nn
 
 from penstock.compat.stage import PipelineStage
@@ -85,26 +84,36 @@ def assemble(spec: PipelineSpec) -> Assembly:
         virtual=spec.virtual,
         world=None if spec.group is None else spec.group.size(),
     )
+    local: Sequence[int] = range(program.num_stages)
+    if spec.group is not None:
+        local = program.placement.stages_of(spec.group.rank())
+    ties: Sequence[Tie]
     if not isinstance(model, nn.Module) and all(isinstance(m, PipelineStage) for m in model):
-        return _of_stages(spec, tuple(model), program, forecast)
-    cut = _cut(spec, where, program)
-    modules, device = cut.modules, spec.device
-    shared_buffers = SharedBuffers(dict(enumerate(modules)))
-    mine = {i: modules[program.placement.model_stage(i)] for i in _local(program, spec.group)}
-    root = model if isinstance(model, nn.Module) else None
-    materialize(list(mine.values()), device, spec.init_fn, root)
+        stages, cut = tuple(model), ModelCut(modules=())
+        if [stage.stage_index for stage in stages] == list(range(program.num_stages)):
+            modules = [stage.submod for stage in stages[: program.placement.num_model_stages]]
+            stages, cut = tuple(stages[i] for i in local), ModelCut(modules=tuple(modules))
+        ties = spec.shared or stages[0].ties or find_ties(cut.modules)
+    else:
+        cut = _cut(spec, where, program)
+        mine = {i: cut.modules[program.placement.model_stage(i)] for i in local}
+        root = model if isinstance(model, nn.Module) else None
+        materialize(list(mine.values()), spec.device, spec.init_fn, root)
+        stages = tuple(
+            PipelineStage(module, i, program.num_stages, spec.device, group=spec.group)
+            for i, module in mine.items()
+        )
+        ties = [*spec.shared, *find_ties(cut.modules)]
+    names = (plain_name(module, name) for module in cut.modules for name in module.state_dict())
     return Assembly(
         program=program,
-        stages=tuple(
-            PipelineStage(module, i, program.num_stages, device, group=spec.group)
-            for i, module in mine.items()
-        ),
-        ties=[*spec.shared, *find_ties(modules)],
+        stages=stages,
+        ties=ties,
         loss_fn=own_loss if spec.loss_fn is None and cut.has_loss else spec.loss_fn,
         forecast=forecast,
-        state_names=_state_names(modules),
+        state_names=frozenset(names) if cut.modules else None,
         takes_model_call=cut.whole_call,
-        shared_buffers=shared_buffers,
+        shared_buffers=SharedBuffers(dict(enumerate(cut.modules))) if cut.modules else None,
     )
 
 
@@ -125,39 +134,6 @@ def _cut(spec: PipelineSpec, split: SplitSpec | None, program: Program) -> Model
     num = program.placement.num_model_stages
     cut = cut_model(model, split, num, example=example, device=device, method=spec.method)
     return cut if program.num_splits == 1 else replace(cut, modules=with_states(cut.modules))
-
-
-def _of_stages(
-    spec: PipelineSpec,
-    stages: tuple[PipelineStage, ...],
-    program: Program,
-    forecast: Forecast | None,
-) -> Assembly:
-    """Assemble ready-made stages: those of all ranks, or only this process's."""
-    ties, names = stages[0].ties, None
-    if [stage.stage_index for stage in stages] == list(range(program.num_stages)):
-        modules = [stage.submod for stage in stages[: program.placement.num_model_stages]]
-        SharedBuffers(dict(enumerate(modules)))  # refuses shared statistics
-        ties, names = ties or find_ties(modules), _state_names(modules)
-        stages = tuple(stages[i] for i in _local(program, spec.group))
-    return Assembly(
-        program=program,
-        stages=stages,
-        ties=spec.shared or ties,
-        loss_fn=spec.loss_fn,
-        forecast=forecast,
-        state_names=names,
-    )
-
-
-def _local(program: Program, group: dist.ProcessGroup | None) -> Sequence[int]:
-    """The stages of this process."""
-    everywhere = range(program.num_stages)
-    return everywhere if group is None else program.placement.stages_of(group.rank())
-
-
-def _state_names(modules: Sequence[nn.Module]) -> frozenset[str]:
-    return frozenset(plain_name(m, n) for m in modules for n in m.state_dict())
 
 
 def _num_stages(model: ModelOrStages, split: SplitSpec | None, copies: int) -> int | None:

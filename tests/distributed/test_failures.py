@@ -212,7 +212,7 @@ def assert_refuses(after: Attempt) -> None:
     """A step after a failure raises at once, and says why."""
     assert after.kind == "PeerError"
     assert "an earlier step failed" in after.message
-    assert "start the processes again, from a checkpoint" in after.message
+    assert "start several processes again, from a checkpoint" in after.message
     assert after.elapsed_s < 0.5
 
 

@@ -1,7 +1,6 @@
 """Train and evaluate a checked program over this process's stages and transports.
 
-Depending on its transports, an engine runs one rank of a distributed pipeline, or all ranks in one
-process. The public schedules (``runtime/schedules.py``) and ``Pipeline`` are built on it.
+Depending on its transports, an engine runs one rank of a distributed pipeline, or all ranks.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class Engine:
 
     Attributes:
         requested: the program passed by the caller.
-        shared_buffers: the buffers of layers that several stages call. By default those of this
-            process; a caller with all stages may set more.
+        shared_buffers: the buffers of layers that several stages call; of this process's stages
+            unless a caller with all stages sets more.
 
     Raises:
         ScheduleError: the program is invalid, or the stages do not belong to these ranks.
@@ -117,9 +116,6 @@ class Engine:
 
         Returns:
             The losses, shape (microbatches,), on every rank; None if none were computed.
-
-        Raises:
-            PenstockError: this rank failed, or another one did.
         """
         bound = self._last = self._running = self._train if train else self._eval
         bound.executor.marks = []
@@ -213,11 +209,9 @@ class Engine:
     def __enter__(self) -> None:
         """Enter a collective call, whose exceptions are reported to all ranks."""
         if self.failure is not None:
-            advice = "start the processes again, from a checkpoint"
-            if self._is_single_process:
-                advice = "make a new one, over the same model"
             raise PeerError(
-                f"an earlier step failed, and this schedule can't go on; {advice}: {self.failure}"
+                "an earlier step failed, and this schedule can't go on; make a new one over the "
+                f"same model, or start several processes again, from a checkpoint: {self.failure}"
             ) from self.failure
 
     # Not by ``contextmanager``, which drops a RuntimeError raised from a StopIteration.
@@ -278,12 +272,8 @@ def _check_stages(
 def _placed(error: BaseException, failed: BoundAction, program: Program) -> BaseException:
     """Add the place to ``error``; an exception of user code becomes a StageError."""
     action = failed.action
-    where = Where(
-        rank=program.placement.rank_of(action.stage),
-        stage=action.stage,
-        microbatch=action.microbatch,
-        action=str(action),
-    )
+    rank, mb = program.placement.rank_of(action.stage), action.microbatch
+    where = Where(rank=rank, stage=action.stage, microbatch=mb, action=str(action))
     if isinstance(error, PenstockError) and error.where == NOWHERE:
         error.locate(where)
         return error
