@@ -67,8 +67,8 @@ class Pipeline(ModelState):
         group: the process group; the default group if None.
         options: ``args_chunk_spec``, ``kwargs_chunk_spec``, ``output_merge_spec``,
             ``scale_grads``, ``dynamic_shapes``, ``microbatch_rng``, ``overlap``, ``sequence_dim``,
-            ``timeout_s`` and ``shared`` (see ``penstock.runtime.config.RunConfig``). Shared
-            parameters are detected automatically unless ``model`` is a list of ``PipelineStage``.
+            ``timeout_s`` and ``shared``, which is needed only for a list of ``PipelineStage`` (see
+            ``penstock.runtime.config.RunConfig``).
 
     Raises:
         PartitionError: the model can't be split as requested.
@@ -184,8 +184,7 @@ class Pipeline(ModelState):
             ranks. With a target, ``losses`` then has the microbatches' losses on every rank.
 
         Raises:
-            ValueError: the outputs can't be merged; ``losses`` is set nevertheless. Pass
-                ``merge_outputs=False`` or ``return_outputs=False``.
+            ValueError: the outputs can't be merged; ``losses`` is set nevertheless.
         """
         args, target, kwargs = self._moved(args, target, kwargs)
         return self._schedule.eval(*args, target=target, **kwargs)

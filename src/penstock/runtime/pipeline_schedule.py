@@ -1,8 +1,4 @@
-"""PipelineSchedule: a program over one rank's stages, with ``step()`` and ``eval()``.
-
-The named schedules (``runtime/schedules.py``) and ``Pipeline`` are this class with one program or
-another: a schedule is data.
-"""
+"""PipelineSchedule: a program over one rank's stages, with ``step()`` and ``eval()``."""
 
 from __future__ import annotations
 
@@ -34,8 +30,7 @@ from penstock.trace import Trace
 
 __all__ = ["PipelineSchedule", "group_of"]
 
-# The number of schedules per group, without failed attempts. Every rank makes schedules in the same
-# order, so that the number identifies a schedule on all ranks.
+# The schedules made per group: since every rank makes them in the same order, the number is an id.
 _num_made: Counter[str] = Counter()
 
 
@@ -52,8 +47,7 @@ class PipelineSchedule:
         options: these and all others: see ``penstock.runtime.config.RunConfig``.
 
     Attributes:
-        n_microbatches: microbatches per step.
-        scale_grads: whether each microbatch's loss is divided by ``n_microbatches``.
+        n_microbatches, scale_grads: as in the options.
         has_loss: whether there is a loss function; without one, steps train nothing.
         losses: the last step's losses, shape (microbatches,), on every rank; None without a loss.
         metrics: per microbatch, the metrics of the loss function, on the rank where it ran.
@@ -146,8 +140,7 @@ class PipelineSchedule:
         """The indices of a rank's stages, for making its ``PipelineStage``s.
 
         Args:
-            rank: the rank; this process's if None.
-            num_ranks: the number of ranks; the number of processes if None.
+            rank, num_ranks: the rank, and the number of ranks; of the default group if None.
             virtual: stages per rank (in each direction); the schedule's default if None.
 
         Raises:

@@ -35,26 +35,17 @@ _Tree = TypeVar("_Tree")
 class StepState:
     """The microbatches of one step on one rank, shared by its stage runners, and the results.
 
-    Attributes:
-        args: per microbatch, the positional arguments of the first stage; None where this rank
-            was given none.
-        kwargs: per microbatch, the keyword arguments of every stage on this rank.
-        targets: per microbatch, the target; None where this rank was given none.
-        loss_kwargs: keyword arguments of the loss function.
-        keep_outputs: whether the last stage's outputs are returned.
-        shape_ids: per microbatch, the id of its inputs' shapes, the same on all ranks.
-        seed: the step's seed of the microbatches' random streams, the same on all ranks.
-        outputs: per microbatch, the last stage's output, where returned.
-        losses: per microbatch, its loss, on the rank of the last stage.
-        metrics: per microbatch, the metrics that the loss function returned beside the loss.
+    All sequences are by microbatch; arguments and targets are None where this rank was given none.
     """
 
     def __init__(self, num_microbatches: int) -> None:
+        # Of the first stage; and of every stage on this rank.
         self.args: Sequence[tuple[Any, ...]] | None = None
         self.kwargs: Sequence[Mapping[str, Any]] = [{}] * num_microbatches
         self.targets: Sequence[Any] | None = None
         self.loss_kwargs: Mapping[str, Any] = {}
         self.keep_outputs = False
+        # The ids of the inputs' shapes and the seed of random streams, the same on all ranks.
         self.shape_ids = [0] * num_microbatches
         self.seed = 0
         self.outputs: list[Any] = [None] * num_microbatches
