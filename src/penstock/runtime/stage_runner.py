@@ -234,10 +234,9 @@ class StageRunner:
             # Zeros are not equivalent to a missing gradient: an optimizer skips parameters without
             # a gradient, but decays parameters with a zero gradient.
             slot = next(i for i, there in enumerate(here) if there != before[i])
-            now, then = ("a", "none") if here[slot] else ("no", "one")
             raise BoundaryError(
-                f"input {spec.grad_slots[slot]} has {now} gradient in this microbatch and had "
-                f"{then} in earlier ones; pass dynamic_shapes=True where this may change"
+                f"input {spec.grad_slots[slot]} has a gradient in some microbatches and none in "
+                "others; pass dynamic_shapes=True where this may change"
             )
         pairs = zip(spec.grad_metas, grads, strict=True)
         self._transport.send(peer, [meta.pack(grad) for meta, grad in pairs if grad is not None])
