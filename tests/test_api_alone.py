@@ -56,7 +56,7 @@ def test_a_program_is_loaded_by_its_format(tmp_path: Path) -> None:
     path.write_text("0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1\n")
     empty._load_csv(path)
     before = empty.engine
-    path.write_text("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n")
+    path.write_text("0F0,1F0,2F0,2B0,1B0,0B0,0F1,1F1,2F1,2B1,1B1,0B1\n")
     with pytest.raises(penstock.ScheduleError, match="stages"):
         empty._load_csv(path)
     assert empty.engine is before

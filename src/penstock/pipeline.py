@@ -169,9 +169,9 @@ class Pipeline(ModelState):
         if target is None and self._takes_model_call:
             # The model may compute its own loss from labels among its arguments.
             kwargs.setdefault("target_mbs", [None] * self._schedule.n_microbatches)
-        args, target, kwargs = self._moved(args, target, kwargs)
+        args, kwargs = self._moved(args, kwargs | {"target": target})
         with nullcontext() if self._forecast is None else self._forecast.watch():
-            self._schedule.step(*args, target=target, **kwargs)
+            self._schedule.step(*args, **kwargs)
         losses = self._schedule.losses
         assert losses is not None, "a program with a backward has losses"
         return losses.mean()
@@ -186,20 +186,21 @@ class Pipeline(ModelState):
         Raises:
             ValueError: the outputs can't be merged; ``losses`` is set nevertheless.
         """
-        args, target, kwargs = self._moved(args, target, kwargs)
-        return self._schedule.eval(*args, target=target, **kwargs)
+        args, kwargs = self._moved(args, kwargs | {"target": target})
+        return self._schedule.eval(*args, **kwargs)
 
     def _moved(
-        self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], Any, dict[str, Any]]:
-        """Move the arguments of ``step`` to the stages' device if this process uses them."""
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Move the arguments of a call to the stages' device if this process uses them."""
         splitter, device = self._schedule.splitter, self.device
-        if device.type == "cpu" or is_placed((args, target, kwargs)):
-            return args, target, kwargs
-        filled = {name: kwargs[name] for name in ("losses",) if name in kwargs}
+        given = {name: value for name, value in kwargs.items() if name != "losses"}
+        if device.type == "cpu" or is_placed((args, given)):
+            return args, kwargs
+        if not splitter.has_last:
+            del given["target"]
         args = moved(args, device) if splitter.has_first else args
-        target = moved(target, device) if splitter.has_last else target
-        return args, target, moved(kwargs, device) | filled
+        return args, kwargs | moved(given, device)
 
     # --- looking -----------------------------------------------------------------------------
 

@@ -433,7 +433,9 @@ def test_a_file_is_named(tmp_path: Path) -> None:
 
 def test_a_program_for_other_ranks() -> None:
     program = penstock.build("1f1b", ranks=3, microbatches=2)
-    with pytest.raises(ScheduleError, match=r"needs the stages \[0, 1, 2\] for 1f1b .*given \[0, 2\]"):
+    with pytest.raises(
+        ScheduleError, match=r"needs the stages \[0, 1, 2\] for 1f1b .*given \[0, 2\]"
+    ):
         ScheduleProgram(make_stages([0], 3) + make_stages([2], 3), program, mse)
 
 

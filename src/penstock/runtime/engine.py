@@ -228,11 +228,9 @@ class Engine:
         failed = None if bound is None else bound.executor.failed
         placed = _placed(error, failed, self.program) if failed is not None else error
         raised = self._transport.fail(placed) or placed
-        self.failure = (
-            raised
-            if isinstance(raised, PenstockError)
-            else PeerError(f"{type(raised).__name__}: {message_of(raised)}")
-        )
+        self.failure = PeerError(f"{type(raised).__name__}: {message_of(raised)}")
+        if isinstance(raised, PenstockError):
+            self.failure = raised
         for runner in () if bound is None else bound.runners.values():
             runner.end(failed=True)
         # Ctrl-C and the like are reported to other ranks, but re-raised unchanged here.
