@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from penstock import Pipeline
 from penstock.schedule.program import Program
-from penstock.stage.sequence_state import takes_state
+from penstock.stage.stage import takes_state
 from penstock.testing.compare import Tolerance, assert_same, plain_step, snapshot
 from tests.models import VOCABULARY, token_loss
 

@@ -11,8 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.compat.stage import PipelineStage
-    from penstock.compat.traced_stage import TracedStage, build_stage
+    from penstock.compat.stage import PipelineStage, TracedStage, build_stage
     from penstock.errors import (
         BoundaryError,
         InternalError,
@@ -86,8 +85,7 @@ __all__ += ["ScheduleError", "StageError"]
 
 # module → its public names. Type checkers read the imports above instead.
 _NAMES = {
-    "penstock.compat.stage": "PipelineStage",
-    "penstock.compat.traced_stage": "TracedStage build_stage",
+    "penstock.compat.stage": "PipelineStage TracedStage build_stage",
     "penstock.errors": (
         "PenstockError ScheduleError PartitionError StageError BoundaryError PeerError "
         "InternalError"

@@ -137,13 +137,14 @@ def test_outputs_nested_at_will() -> None:
 
 def test_gradients_of_another_structure_are_refused() -> None:
     x = torch.ones(3, requires_grad=True)
-    with pytest.raises(StageError, match=r"keys \['a'\] expected .* got a dict with keys \['b'\]"):
+    said = "must have the outputs' structure, .* of "
+    with pytest.raises(StageError, match=said + r"a dict .*\['a'\], got a dict .*\['b'\]"):
         full_backward({"a": x * 2}, {"b": torch.ones(3)}, [x])
-    with pytest.raises(StageError, match=r"of shape \(3,\) expected as much or None, got a float"):
+    with pytest.raises(StageError, match=said + "a Tensor, got a float"):
         full_backward(x * 2, 1.0, [x])
-    with pytest.raises(StageError, match="a tuple of 2 expected as much or None, got a list of 1"):
+    with pytest.raises(StageError, match=said + r"a tuple .*\[0, 1\], got a list .*\[0\]"):
         full_backward((x * 2, x), [torch.ones(3)], [x])
-    with pytest.raises(StageError, match="a list of 1 expected as much or None, got a tuple of 0"):
+    with pytest.raises(StageError, match=said + r"a list .*\[0\], got a tuple .*\[\]"):
         input_backward([x * 2], (), [x], [])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.partition.export.pipe import pipeline
 from penstock.stage.weight_grad import DeferredGrads
-from penstock.stage.weight_grad.formulas import proxy_grads
+from penstock.stage.weight_grad.accumulate import proxy_grads
 
 
 class Own(nn.Module):

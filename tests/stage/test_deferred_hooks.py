@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import Pipeline
 from penstock.errors import StageError
+from penstock.stage.stage import holding_back
 from penstock.stage.weight_grad import CannotDeferError, DeferredGrads, find_undeferred
 from penstock.testing.compare import plain_step
 from tests.stage.deferral_cases import (
@@ -273,8 +274,9 @@ def test_an_undeferred_gradient_is_added_once_to_one_that_is_there() -> None:
         with work:
             out = module(leaf)
         work.note_undeferred(find_undeferred([out], module.parameters()))
-        with work, work.holding_undeferred():
+        with work, holding_back(work.mixed) as held:
             torch.autograd.backward([out], some_grads([out]))
+        work.add_computed(held)
         work.accumulate()
     assert_same(gradients(module, (leaf,)), expected)
 

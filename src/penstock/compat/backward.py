@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from penstock._torch_compat import is_view, without_hooks
+from penstock._torch_compat import is_view
 from penstock.errors import StageError
+from penstock.stage.stage import holding_back
 
 __all__ = ["full_backward", "input_backward", "weight_backward"]
 
@@ -31,14 +32,12 @@ def full_backward(stage_output: Any, output_grads: Any, input_values: Sequence[A
     The outputs are a tensor, or tuples, lists and dicts of any values, and the gradients have the
     same structure. None means no gradient, or 1.0 for a scalar tensor.
     """
-    pairs = list(_paired(stage_output, output_grads))
-    if pairs:
-        torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
-    leaves = [v if isinstance(v, Tensor) and v.is_leaf else None for v in input_values]
-    found = tuple(None if leaf is None else leaf.grad for leaf in leaves)
-    for leaf in leaves:
-        if leaf is not None:
-            leaf.grad = None  # the caller sends the gradient, and then frees it
+    _backward(_paired(stage_output, output_grads))
+    inputs = [v if isinstance(v, Tensor) and v.is_leaf else None for v in input_values]
+    found = tuple(None if each is None else each.grad for each in inputs)
+    for each in inputs:
+        if each is not None:
+            each.grad = None  # the caller sends the gradient, and then frees it
     return found
 
 
@@ -58,24 +57,16 @@ def input_backward(
     outputs = [given] if isinstance(given, Tensor) else list(given)
     if output_grads is None:
         output_grads = [torch.ones_like(out) for out in outputs]
-    pairs = list(_paired(outputs, output_grads))
-    leaves = {id(v): v for v in input_values if isinstance(v, Tensor) and v.requires_grad}
-    params = [weight for weight in weights if weight.requires_grad]
-    wanted: list[Tensor] = [*leaves.values(), *params]
-    found: Grads = (None,) * len(wanted)
-    if pairs and wanted:
-        roots, received = [out for out, _ in pairs], [grad for _, grad in pairs]
-        with without_hooks(*params):  # they run in W
-            found = torch.autograd.grad(roots, wanted, received, allow_unused=True)
-    for leaf, grad in zip(leaves.values(), found, strict=False):
-        if grad is not None and leaf.is_leaf:
-            leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+    inputs = [v if isinstance(v, Tensor) and v.requires_grad else None for v in input_values]
+    for each in inputs:
+        if each is not None:
+            each.retain_grad()
+    with holding_back(weights) as held:
+        _backward(_paired(outputs, output_grads))
     for out in outputs:
         if out.grad_fn is not None and not is_view(out):
             out.detach_()
-    by_id = dict(zip(leaves, found, strict=False))
-    group = {"params": params, "grads": found[len(leaves) :]}
-    return tuple(by_id.get(id(value)) for value in input_values), [group]
+    return tuple(None if each is None else each.grad for each in inputs), [{"held": held}]
 
 
 def weight_backward(weights: Iterable[Parameter], param_groups: list[dict[str, Any]]) -> Grads:
@@ -84,54 +75,47 @@ def weight_backward(weights: Iterable[Parameter], param_groups: list[dict[str, A
     Hooks on the weights run once, here.
     """
     for group in param_groups:
-        if "grads" not in group:
+        if "held" not in group:
             raise StageError(
                 "these weight gradients have been computed already: run the input backward again "
                 "before the weight backward"
             )
-        pairs = [
-            (param, grad)
-            for param, grad in zip(group["params"], group.pop("grads"), strict=True)
-            if grad is not None and param.requires_grad
-        ]
-        if pairs:
-            torch.autograd.backward([param for param, _ in pairs], [grad for _, grad in pairs])
+        _backward((param, grad) for param, grad in group.pop("held") if param.requires_grad)
     return tuple(weight.grad for weight in weights)
+
+
+def _backward(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Run one backward from roots with these gradients, if there are any."""
+    roots = list(pairs)
+    if roots:
+        torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
 
 
 def _paired(output: Any, grad: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Pair the tensors of ``output`` with their gradients; tensors without one are left out."""
-    if isinstance(output, Tensor):
-        if output.requires_grad and grad is None and output.numel() == 1:
-            yield output, torch.ones_like(output)
-        elif output.requires_grad and isinstance(grad, Tensor):
-            yield output, grad
-        keys: Sequence[Any] | None = () if isinstance(grad, Tensor) else None
-    elif isinstance(output, Mapping):
-        same = isinstance(grad, Mapping) and output.keys() == grad.keys()
-        keys = list(output) if same else None
-    elif isinstance(output, (tuple, list)):
-        same = isinstance(grad, (tuple, list)) and len(grad) == len(output)
-        keys = range(len(output)) if same else None
-    else:
+    if isinstance(output, Tensor) and (grad is None or isinstance(grad, Tensor)):
+        if output.requires_grad and (grad is not None or output.numel() == 1):
+            yield output, torch.ones_like(output) if grad is None else grad
         return
-    if grad is None:
+    outputs, grads = _items(output), _items(grad)
+    if grad is None or (outputs is None and not isinstance(output, Tensor)):
         return
-    if keys is None:
+    if outputs is None or grads is None or outputs.keys() != grads.keys():
         raise StageError(
-            "the gradients of the outputs must have the outputs' structure: for "
-            f"{_described(output)} expected as much or None, got {_described(grad)}; pass one "
-            "gradient or None per output"
+            "the gradients of the outputs must have the outputs' structure, with one gradient or "
+            f"None per output; of {_shown(output)}, got {_shown(grad)}"
         )
-    for key in keys:
-        yield from _paired(output[key], grad[key])
+    for key, item in outputs.items():
+        yield from _paired(item, grads[key])
 
 
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    if isinstance(value, Mapping):
-        return f"a dict with keys {list(value)}"
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"
+def _items(container: Any) -> dict[Any, Any] | None:
+    if isinstance(container, (tuple, list)):
+        return dict(enumerate(container))
+    return dict(container) if isinstance(container, Mapping) else None
+
+
+def _shown(value: Any) -> str:
+    items = _items(value)
+    name = type(value).__name__
+    return f"a {name}" if items is None else f"a {name} with the items {list(items)}"

@@ -61,17 +61,20 @@ class ExchangingStage(Stage):
     def _state(self, chunk_id: int) -> ManualState:
         if chunk_id < 0 or (self.chunks is not None and chunk_id >= self.chunks):
             bound = "or more" if self.chunks is None else f"to {self.chunks - 1}"
-            raise StageError(
-                f"stage {self.stage_index}: the microbatch is {chunk_id}, expected 0 {bound}"
-            )
+            raise self._error(f"the microbatch is {chunk_id}, expected 0 {bound}")
         return self._states.setdefault(chunk_id, ManualState(chunk_id))
 
-    def _p2p(self, op: Callable[..., Any], tensors: Sequence[Tensor], stage: int) -> list[Any]:
-        """Make operations with the rank of ``stage``."""
+    def _error(self, what: str, state: ManualState | None = None) -> StageError:
+        where = "" if state is None else f", microbatch {state.microbatch}"
+        return StageError(f"stage {self.stage_index}{where}: {what}")
+
+    def _p2p(self, op: Callable[..., Any], tensors: Sequence[Tensor], offset: int) -> list[Any]:
+        """Make operations with the rank of the stage at ``offset`` from this one."""
         if self.group is None:
-            raise StageError("messages need a process group: call init_process_group first")
-        peer = dist.get_global_rank(self.group, self.stage_index_to_group_rank[stage])
-        return [dist.P2POp(op, tensor, peer, self.group) for tensor in tensors]
+            raise self._error("messages need a process group: call init_process_group first")
+        rank = self.stage_index_to_group_rank[self.stage_index + offset]
+        peer = dist.get_global_rank(self.group, rank)
+        return [dist.P2POp(op, tensor.contiguous(), peer, self.group) for tensor in tensors]
 
     def _empty(self, metas: Sequence[TensorMeta], device: Any = None) -> list[Tensor]:
         # Contiguous regardless of ``meta.order``, since the peer may have only the shapes.
@@ -80,14 +83,11 @@ class ExchangingStage(Stage):
 
     def _known(self, spec: BoundarySpec | None, argument: str) -> BoundarySpec:
         if spec is None:
-            raise StageError(
-                f"stage {self.stage_index}: shapes are not known yet; pass {argument} to "
-                "PipelineStage, or let a schedule run the stage"
+            raise self._error(
+                f"shapes are not known yet; pass {argument} to PipelineStage, or let a schedule "
+                "run the stage"
             )
         return spec
-
-    def _error(self, state: ManualState, what: str) -> StageError:
-        return StageError(f"stage {self.stage_index}, microbatch {state.microbatch}: {what}")
 
     # --- messages ----------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class ExchangingStage(Stage):
         state = self._state(fwd_chunk_id)
         state.in_spec = self._known(self.static_inputs or self.inputs_spec, "input_args")
         state.received = self._empty(state.in_spec.metas)
-        return self._p2p(dist.irecv, state.received, self.stage_index - 1)
+        return self._p2p(dist.irecv, state.received, -1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of the microbatch's outputs; empty on the last stage."""
@@ -111,7 +111,7 @@ class ExchangingStage(Stage):
         state = self._state(fwd_chunk_id)
         if state.to_send is None:
             raise self._error(
-                state, "nothing to send; run forward_one_chunk() first, and send once"
+                "nothing to send; run forward_one_chunk() first, and send once", state
             )
         to_send, state.to_send = state.to_send, None
         shared = () if self._has_warned else sharing_memory(to_send)
@@ -123,7 +123,7 @@ class ExchangingStage(Stage):
                 self.stage_index,
                 *shared[0],
             )
-        return self._p2p(dist.isend, [t.contiguous() for t in to_send], self.stage_index + 1)
+        return self._p2p(dist.isend, to_send, 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives for the gradients of the microbatch's outputs; empty on the last stage."""
@@ -132,7 +132,7 @@ class ExchangingStage(Stage):
         state = self._state(bwd_chunk_id)
         spec = self._known(state.out_spec or self.static_outputs, "output_args")
         state.received_grads = self._empty(spec.grad_metas)
-        return self._p2p(dist.irecv, state.received_grads, self.stage_index + 1)
+        return self._p2p(dist.irecv, state.received_grads, 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of the gradients of the microbatch's inputs; empty on the first stage.
@@ -141,8 +141,7 @@ class ExchangingStage(Stage):
         """
         if self.is_first or not self.has_backward:
             return []
-        grads = [g.contiguous() for g in self.get_local_bwd_output(bwd_chunk_id)]
-        return self._p2p(dist.isend, grads, self.stage_index - 1)
+        return self._p2p(dist.isend, self.get_local_bwd_output(bwd_chunk_id), -1)
 
     # --- neighbours on the same rank ---------------------------------------------------------
 
@@ -159,7 +158,7 @@ class ExchangingStage(Stage):
         grads, spec = state.grads_to_send, state.in_spec
         if grads is None or spec is None:
             raise self._error(
-                state, "no input gradients; run backward_one_chunk() first, and take them once"
+                "no input gradients; run backward_one_chunk() first, and take them once", state
             )
         state.grads_to_send = None
         pairs = zip(grads, self._empty(spec.grad_metas), strict=True)
@@ -169,12 +168,10 @@ class ExchangingStage(Stage):
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
         """Set the gradients of a microbatch's outputs, from the next stage on the same rank."""
-        if not isinstance(next_stage_bwd_outputs, tuple):
-            raise StageError(
-                f"stage {self.stage_index}: gradients come as a tuple, got "
-                f"{type(next_stage_bwd_outputs).__name__}"
-            )
-        self._state(mb_index).received_grads = next_stage_bwd_outputs
+        grads = next_stage_bwd_outputs
+        if not isinstance(grads, tuple):
+            raise self._error(f"gradients come as a tuple, got {type(grads).__name__}")
+        self._state(mb_index).received_grads = grads
 
     def get_outputs_meta(self) -> tuple[Tensor, ...]:
         """The outputs of one microbatch as meta tensors.

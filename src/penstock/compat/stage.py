@@ -1,6 +1,6 @@
 """PipelineStage: a manually split stage, with the API of torch's ``PipelineStage``.
 
-Its methods drive a stage manually, one microbatch at a time.
+Its methods drive a stage manually, one microbatch at a time:
 
     for op in stage.get_fwd_recv_ops(mb): ...          # post, wait
     out = stage.forward_one_chunk(mb, args)
@@ -9,11 +9,8 @@ Its methods drive a stage manually, one microbatch at a time.
     stage.backward_one_chunk(mb, loss=loss)            # loss on the last stage
     for op in stage.get_bwd_send_ops(mb): ...
 
-Without microbatches, the caller keeps the graph:
-
-    out = stage.forward_maybe_with_nosync(x)
-    stage.backward_maybe_with_nosync("full", {"stage_output": out, "output_grads": grads,
-                                              "input_values": [x]})
+Or the caller keeps the graph: ``out = stage.forward_maybe_with_nosync(x)``, and then
+``stage.backward_maybe_with_nosync("full", {"stage_output": out, ...})``.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.cause import own_group, publishing_errors
@@ -35,9 +32,10 @@ from penstock.errors import StageError
 from penstock.parallel.data_parallel import ReplicaStep
 from penstock.stage.boundary import describe, static_spec
 from penstock.stage.pytree import map_tensors
+from penstock.stage.stage import MicrobatchState
 from penstock.stage.wrappers import unwrapped
 
-__all__ = ["PipelineStage"]
+__all__ = ["PipelineStage", "TracedStage", "build_stage"]
 
 GetMesh = Callable[..., Any]
 
@@ -141,15 +139,14 @@ class PipelineStage(ExchangingStage):
         """
         state = self._state(fwd_chunk_id)
         if not self.is_first:
-            if state.received is None or state.in_spec is None:
-                raise self._error(
-                    state,
-                    "no input has come; run get_fwd_recv_ops() or set_local_fwd_input() first",
-                )
             tensors, state.received = state.received, None
+            if tensors is None or state.in_spec is None:
+                raise self._error(
+                    "no input has come; run get_fwd_recv_ops() or set_local_fwd_input() first",
+                    state,
+                )
             args = self.enter(state, tensors, state.in_spec)
-        defer = self._begin()
-        output = self.forward(state, args, kwargs or {}, defer=defer)
+        output = self.forward(state, args, kwargs or {}, defer=self._begin())
         state.phase = Phase.FORWARD
         if self.is_last:
             state.output = output if save_forward_output else None
@@ -190,22 +187,15 @@ class PipelineStage(ExchangingStage):
         """
         if not self.has_backward:
             return
-        state = self._state(bwd_chunk_id)
-        self._expect_phase(state, Phase.FORWARD, "a backward")
+        state = self._state_after(Phase.FORWARD, bwd_chunk_id, "a backward")
         grads = self._output_grads(state, loss)
-        deferred = state.work is not None
+        at_once = full_backward and state.work is None
         with self._no_sync():
-            if full_backward and not deferred:
-                self.backward(state, grads)
-            else:
-                self.input_grad(state, grads)
-        if not full_backward:
-            state.phase = Phase.INPUT_GRAD
-            self._replica_step.due |= last_backward
-            return
-        if deferred:
+            (self.backward if at_once else self.input_grad)(state, grads)
+        state.phase = Phase.INPUT_GRAD
+        if full_backward and not at_once:
             self.weight_grad(state)
-        self._finish(state, last_backward)
+        self._finish(last_backward, state if full_backward else None)
 
     def _output_grads(self, state: ManualState, loss: Tensor | None) -> Sequence[Tensor | None]:
         if self.is_last:
@@ -217,14 +207,14 @@ class PipelineStage(ExchangingStage):
         grads: Sequence[Tensor | None] | None = state.received_grads
         if grads is None:
             raise self._error(
-                state, "no gradient has come; run get_bwd_recv_ops() or set_local_bwd_input() first"
+                "no gradient has come; run get_bwd_recv_ops() or set_local_bwd_input() first", state
             )
         state.received_grads = None
         if len(grads) != len(state.roots):
             raise self._error(
-                state,
                 f"{len(grads)} gradients have come, expected {len(state.roots)}: one, or None, for "
                 "each of the outputs that take a gradient",
+                state,
             )
         return grads
 
@@ -234,31 +224,32 @@ class PipelineStage(ExchangingStage):
         Args: those of ``backward_one_chunk``. A no-op without ``has_backward``.
 
         Raises:
-            StageError: the input gradients of this microbatch have not run, or its weight
-                gradients have already run.
+            StageError: its input gradients have not run, or its weight gradients have already run.
         """
         if not self.has_backward:
             return
-        state = self._state(bwd_chunk_id)
-        self._expect_phase(state, Phase.INPUT_GRAD, "a weight gradient")
+        state = self._state_after(Phase.INPUT_GRAD, bwd_chunk_id, "a weight gradient")
         self.weight_grad(state)
-        self._finish(state, last_backward)
+        self._finish(last_backward, state)
 
-    def _finish(self, state: ManualState, last_backward: bool) -> None:
+    def _finish(self, last_backward: bool, done: ManualState | None) -> None:
         """Mark a microbatch as done; after the step's last one, reduce replicas if requested."""
-        state.phase = Phase.DONE
         self._replica_step.due |= last_backward
-        in_flight = (Phase.FORWARD, Phase.INPUT_GRAD)
-        if self._replica_step.due and not any(s.phase in in_flight for s in self._states.values()):
-            self._replica_step.end(reduce=True)
+        if done is not None:
+            done.phase = Phase.DONE
+            phases = {state.phase for state in self._states.values()}
+            if self._replica_step.due and phases <= {Phase.EMPTY, Phase.DONE}:
+                self._replica_step.end(reduce=True)
 
-    def _expect_phase(self, state: ManualState, expected: Phase, requested: str) -> None:
-        if state.phase is not expected:
+    def _state_after(self, phase: Phase, chunk_id: int, requested: str) -> ManualState:
+        state = self._state(chunk_id)
+        if state.phase is not phase:
             raise self._error(
-                state,
-                f"{requested} is requested, which comes after '{expected.value}', but this "
+                f"{requested} is requested, which comes after '{phase.value}', but this "
                 f"microbatch is at '{state.phase.value}'",
+                state,
             )
+        return state
 
     # --- through a graph ---------------------------------------------------------------------
 
@@ -297,10 +288,10 @@ class PipelineStage(ExchangingStage):
         arguments = _arguments(backward_type, bwd_kwargs)
         if backward_type == "input" and (deferred := self._deferred()):
             raise self._error(
-                deferred[0],
                 "forward_one_chunk() has deferred its weight gradients, so that the graph does not "
                 "lead to them; run backward_one_chunk(full_backward=False), or pass "
                 "defers_weights=False to PipelineStage",
+                deferred[0],
             )
         groups: list[dict[str, Any]] | None = None
         self._replica_step.begin(self.submod)
@@ -383,3 +374,82 @@ def _arguments(backward_type: str, bwd_kwargs: dict[str, Any]) -> list[Any]:
                 f"{sorted(bwd_kwargs)}"
             )
     return [bwd_kwargs[name] for name in _ARGUMENTS[backward_type]]
+
+
+# --- traced models -------------------------------------------------------------------------------
+
+
+class TracedStage(PipelineStage):
+    """The ``PipelineStage`` of a traced model, with the graph of all stages.
+
+    Any rank may pass the model's own keyword arguments; only the first stage uses them.
+
+    Args:
+        stage_module: the stage's module, from ``Pipe.get_stage_module``.
+        stage_index: the stage's index, from 0.
+        pipe_info: ``Pipe.info()``, a ``penstock.PipeInfo``.
+        device: the device of the module.
+        group: the pipeline's process group; the default group if None.
+    """
+
+    def __init__(
+        self,
+        stage_module: nn.Module,
+        stage_index: int,
+        pipe_info: Any,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(stage_module, stage_index, pipe_info.num_stages, device, group=group)
+        self.pipe_info = pipe_info
+        self.ties = pipe_info.shared
+        nodes = [node for node in pipe_info.graph.nodes if node.op == "call_module"]
+        self._stage_names = {str(node.target): i for i, node in enumerate(nodes)}
+        self.name = nodes[stage_index].name
+
+    def forward(
+        self,
+        state: MicrobatchState,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        defer: bool,
+    ) -> Any:
+        """Run the module; stages after the first ignore keyword arguments."""
+        return super().forward(state, args, kwargs if self.is_first else {}, defer=defer)
+
+    def get_stage_index_of_submod(self, submod_name: str) -> int:
+        """Look up a stage's index by its name in the pipe's graph, such as ``"submod_pp_0"``.
+
+        Raises:
+            StageError: no stage has this name.
+        """
+        if submod_name not in self._stage_names:
+            raise StageError(
+                f"no stage is called {submod_name!r}; the pipe's stages are "
+                f"{list(self._stage_names)}"
+            )
+        return self._stage_names[submod_name]
+
+    def find_dst_rank(self, user: fx.Node) -> int | None:
+        """The group rank of the stage of a node of ``Pipe.info().graph``.
+
+        None for a node without a stage, such as the output.
+        """
+        if user.op != "call_module":
+            return None
+        return self.stage_index_to_group_rank[self.get_stage_index_of_submod(str(user.target))]
+
+
+def build_stage(
+    stage_module: nn.Module,
+    stage_index: int,
+    pipe_info: Any,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> TracedStage:
+    """Make a ``TracedStage`` of a module, wrapped or not, which is moved to ``device``.
+
+    Args: those of ``TracedStage``.
+    """
+    return TracedStage(stage_module.to(device), stage_index, pipe_info, device, group)

@@ -11,69 +11,50 @@ from collections.abc import Mapping
 __all__ = ["OF_MODULE", "OF_SCHEDULE", "OF_STAGE", "no_attribute", "no_import"]
 
 
-def _by_name(names_by_use: Mapping[str, str]) -> dict[str, str]:
-    return {name: use for use, names in names_by_use.items() for name in names.split()}
+def _by_name(table: str) -> dict[str, str]:
+    """Per line of ``table``: torch's names, a colon, and the replacement."""
+    rows = (line.split(":", 1) for line in table.strip().splitlines())
+    return {name: use.strip() for names, use in rows for name in names.split()}
 
 
-_NOTHING = "nothing, since shapes are learned from microbatches, and may change between steps"
-
-# Replacement → the replaced names of torch.
-OF_MODULE = _by_name(
-    {
-        "penstock.Action, whose parts are stage, op and microbatch": "_Action",
-        "penstock.Op": "_ComputationType FORWARD FULL_BACKWARD BACKWARD_INPUT BACKWARD_WEIGHT",
-        "a function of (block, forward, backward) for OVERLAP_F_B": "_PipelineContext",
-        "a schedule, which waits by itself": "_batch_p2p _sorted_batch_p2p _wait_batch_p2p",
-        "penstock.ScheduleProgram, which adds sends, receives and gathers to a program": (
-            "_add_send_recv _add_unshard_reshard _add_reduce_grad _merge_bw"
-        ),
-        "penstock.check(program)": "_validate_schedule",
-        "penstock.simulate(program)": "_simulate_comms_compute",
-        "penstock.simulate(program) and `penstock render`": (
-            "_format_pipeline_order _dump_chrometrace get_schedule_ops visualize_schedule"
-        ),
-        "stage_ids() of the schedule's class, or program.placement": (
-            "generate_rank_to_stage_mapping generate_stage_to_rank_mapping"
-        ),
-    }
-)
-OF_SCHEDULE = _by_name(
-    {
-        "n_microbatches": "_n_microbatches",
-        "program.num_stages": "_num_stages",
-        "has_loss": "_has_backward",
-        "losses": "_internal_losses _maybe_compute_loss _maybe_get_loss",
-        "pipeline_order": "_get_pipeline_order",
-        "penstock.split_args_kwargs_into_chunks": "_split_inputs",
-        "penstock.merge_chunks": "_merge_outputs",
-        _NOTHING: "_initialize_stage _initialize_stages",
-        "step(arg_mbs=..., kwarg_mbs=..., target_mbs=...)": "_step_microbatches",
-        "penstock.check, and ScheduleProgram": "_prepare_schedule_with_comms",
-        "program and trace()": (
-            "backward_counter fwd_recv_ops bwd_recv_ops unshard_ops unsharded_stages"
-        ),
-        'penstock.build("interleaved-1f1b", ..., group=)': (
-            "number_of_rounds microbatches_per_round"
-        ),
-    }
-)
-OF_STAGE = _by_name(
-    {
-        "what forward_one_chunk returns, or get_local_bwd_output": (
-            "fwd_cache bwd_cache backward_state"
-        ),
-        "backward_weight_one_chunk": "dw_runner",
-        "get_fwd_recv_ops and its kin, or get_outputs_meta": (
-            "args_recv_info act_send_info grad_recv_info grad_send_info"
-        ),
-        "stage_index": "node",
-        "get_stage_index_of_submod": "submod_to_stage_index",
-        _NOTHING: (
-            "inputs_meta _outputs_meta _configure_outputs_meta _prepare_forward_infra "
-            "_prepare_backward_infra _shape_inference"
-        ),
-    }
-)
+OF_MODULE = _by_name("""
+_Action: penstock.Action, whose parts are stage, op and microbatch
+_ComputationType FORWARD FULL_BACKWARD BACKWARD_INPUT BACKWARD_WEIGHT: penstock.Op
+_PipelineContext: a function of (block, forward, backward) for OVERLAP_F_B
+_batch_p2p _sorted_batch_p2p _wait_batch_p2p: a schedule, which waits by itself
+_add_send_recv _add_unshard_reshard: penstock.ScheduleProgram, which adds sends and gathers
+_add_reduce_grad _merge_bw: penstock.ScheduleProgram, which adds reductions
+_validate_schedule: penstock.check(program)
+_simulate_comms_compute: penstock.simulate(program)
+_format_pipeline_order _dump_chrometrace: penstock.simulate(program) and `penstock render`
+get_schedule_ops visualize_schedule: penstock.simulate(program) and `penstock render`
+generate_rank_to_stage_mapping: stage_ids() of the schedule's class, or program.placement
+generate_stage_to_rank_mapping: stage_ids() of the schedule's class, or program.placement
+""")
+OF_SCHEDULE = _by_name("""
+_n_microbatches: n_microbatches
+_num_stages: program.num_stages
+_has_backward: has_loss
+_internal_losses _maybe_compute_loss _maybe_get_loss: losses
+_get_pipeline_order: pipeline_order
+_split_inputs: penstock.split_args_kwargs_into_chunks
+_merge_outputs: penstock.merge_chunks
+_initialize_stage _initialize_stages: nothing, since shapes are learned from microbatches
+_step_microbatches: step(arg_mbs=..., kwarg_mbs=..., target_mbs=...)
+_prepare_schedule_with_comms: penstock.check, and ScheduleProgram
+backward_counter fwd_recv_ops bwd_recv_ops unshard_ops unsharded_stages: program and trace()
+number_of_rounds microbatches_per_round: penstock.build("interleaved-1f1b", ..., group=)
+""")
+OF_STAGE = _by_name("""
+fwd_cache bwd_cache backward_state: what forward_one_chunk returns, or get_local_bwd_output
+dw_runner: backward_weight_one_chunk
+args_recv_info act_send_info: get_fwd_recv_ops and its kin, or get_outputs_meta
+grad_recv_info grad_send_info: get_fwd_recv_ops and its kin, or get_outputs_meta
+node: stage_index
+submod_to_stage_index: get_stage_index_of_submod
+inputs_meta _outputs_meta _configure_outputs_meta _shape_inference: nothing, as shapes are learned
+_prepare_forward_infra _prepare_backward_infra: nothing, since shapes are learned from microbatches
+""")
 
 
 def no_import(name: str) -> ImportError:

@@ -17,7 +17,7 @@ from torch import nn
 from penstock._torch_compat import children, has_forward_hooks, is_sequential
 from penstock.errors import PartitionError
 from penstock.partition.plan import split_by_counts
-from penstock.stage.sequence_state import takes_state
+from penstock.stage.stage import takes_state
 
 __all__ = [
     "LayerSplit",

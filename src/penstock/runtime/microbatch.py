@@ -18,9 +18,7 @@ import operator
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from functools import reduce
-from itertools import pairwise
 from typing import Any
 
 import optree
@@ -30,27 +28,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from penstock.stage.pytree import NAMESPACE, flatten, same_value, unflatten
 
-__all__ = [
-    "Reducer",
-    "Replicate",
-    "TensorChunkSpec",
-    "check_ready",
-    "check_rows",
-    "inputs_digest",
-    "merge_chunks",
-    "num_chunks",
-    "split_args_kwargs_into_chunks",
-    "split_call",
-    "split_tree",
-    "sum_reducer",
-]
+__all__ = ["Reducer", "Replicate", "TensorChunkSpec", "check_ready", "check_rows"]
+__all__ += ["inputs_digest", "merge_chunks", "split_args_kwargs_into_chunks", "split_tree"]
+__all__ += ["sum_reducer"]
 
 
 class TensorChunkSpec:
     """The dimension along which a tensor is split into microbatches.
-
-    Args:
-        split_dim: the dimension.
 
     Example:
         >>> TensorChunkSpec.from_tuple((0, 1))
@@ -66,7 +50,7 @@ class TensorChunkSpec:
     @staticmethod
     def from_tuple(chunk_dims: tuple[int, ...]) -> tuple[TensorChunkSpec, ...]:
         """A spec per positional argument, from their dimensions."""
-        return tuple(TensorChunkSpec(dim) for dim in chunk_dims)
+        return tuple(map(TensorChunkSpec, chunk_dims))
 
     @staticmethod
     def from_dict(chunk_dims: dict[str, int]) -> dict[str, TensorChunkSpec]:
@@ -144,23 +128,18 @@ def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[Any]:
     if spec is None or isinstance(spec, (TensorChunkSpec, Reducer)):
         return [_BATCH_DIM if spec is None else spec] * num_leaves
     # None is a spec, but no leaf of the tree itself.
-    leaves = optree.tree_leaves(tree, _is_packed, none_is_leaf=True, namespace=NAMESPACE)
+    options: dict[str, Any] = {"none_is_leaf": True, "namespace": NAMESPACE}
+    leaves, treedef = optree.tree_flatten(tree, _is_packed, **options)
     try:
-        specs = optree.broadcast_prefix(
-            spec, tree, _is_packed, none_is_leaf=True, namespace=NAMESPACE
-        )
+        specs = optree.broadcast_prefix(spec, tree, _is_packed, **options)
     except ValueError as error:
         # Only the structure, since optree's error prints the tensors' values.
-        shape = optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE)
         raise ValueError(
-            f"the chunk spec {spec!r} does not fit values in {shape}; give one TensorChunkSpec for "
-            "all of them, or a tree of specs that begins as the values do"
+            f"the chunk spec {spec!r} does not fit values in {treedef}; give one TensorChunkSpec "
+            "for all of them, or a tree of specs that begins as the values do"
         ) from error
-    return [
-        None if isinstance(each, Replicate) or each is Replicate else each
-        for each, leaf in zip(specs, leaves, strict=True)
-        if leaf is not None
-    ]
+    given = [each for each, leaf in zip(specs, leaves, strict=True) if leaf is not None]
+    return [None if isinstance(s, Replicate) or s is Replicate else s for s in given]
 
 
 def _split_leaf(
@@ -170,29 +149,31 @@ def _split_leaf(
         return [leaf] * chunks
     if _is_packed(leaf):
         raise ValueError(_PACKED)
+    # A mask of flex attention is split as the indices of its rows are.
     is_mask = _is_block_mask(leaf)
-    if not is_mask and (not isinstance(leaf, Tensor) or leaf.dim() == 0):
+    tensor = torch.arange(leaf.kv_num_blocks.size(0)) if is_mask else leaf
+    if not isinstance(tensor, Tensor) or tensor.dim() == 0 or (is_mask and len(tensor) == 1):
         return [leaf] * chunks
     if not isinstance(spec, TensorChunkSpec):
         raise ValueError(f"a chunk spec holds {spec!r}; use TensorChunkSpec(dim) or None")
-    if is_mask:
-        return _split_block_mask(leaf, chunks, spec)
-    if not -leaf.dim() <= spec.split_dim < leaf.dim():
+    dim, shape = spec.split_dim, tensor.shape
+    shown = f"a BlockMask of {len(tensor)} rows" if is_mask else f"a tensor of shape {tuple(shape)}"
+    if not -len(shape) <= dim < len(shape):
         raise ValueError(
-            f"a tensor of shape {tuple(leaf.shape)} has no dimension {spec.split_dim} to be split "
-            "along; pass another in its TensorChunkSpec"
+            f"{shown} has no dimension {dim} to be split along; pass another in its TensorChunkSpec"
         )
-    rows = leaf.size(spec.split_dim)
+    rows = shape[dim]
     if rows < chunks:
         raise ValueError(
-            f"a tensor of shape {tuple(leaf.shape)} can't be split into {chunks} microbatches "
-            f"along dimension {spec.split_dim}; pass at least {chunks} rows, or use "
-            f"n_microbatches={rows}; {_NOT_SPLIT}"
+            f"{shown} can't be split into {chunks} microbatches along dimension {dim}; pass at "
+            f"least {chunks} rows, or use n_microbatches={rows}; {_NOT_SPLIT}"
         )
+    parts = torch.tensor_split(tensor, chunks, dim=dim)
+    if is_mask:
+        return [_part_of_mask(leaf, part) for part in parts]
     if seen is not None:
-        seen.setdefault(rows, leaf.shape)
-    parts = torch.tensor_split(leaf, chunks, dim=spec.split_dim)
-    if leaf.requires_grad or type(leaf) is not Tensor:
+        seen.setdefault(rows, shape)
+    if tensor.requires_grad or type(tensor) is not Tensor:
         return parts
     # Each microbatch has its own version counter, since a model may write into one microbatch while
     # autograd has saved tensors of another.
@@ -204,52 +185,27 @@ def _is_block_mask(value: object) -> bool:
     return flex_attention is not None and isinstance(value, flex_attention.BlockMask)
 
 
-def _split_block_mask(mask: Any, chunks: int, spec: TensorChunkSpec) -> Sequence[Any]:
-    """Split a mask of flex attention; the ``mask_mod`` of a part still gets the batch's rows."""
-    rows = mask.kv_num_blocks.size(0)
-    if spec.split_dim:
-        raise ValueError(f"a BlockMask is split along dimension 0, its batch, not by {spec}")
-    if rows == 1:
-        return [mask] * chunks
-    if rows < chunks:
-        raise ValueError(
-            f"a BlockMask of {rows} rows can't be split into {chunks} microbatches; make it of at "
-            f"least {chunks} rows, or with B=None where it is the same for all"
-        )
-    begins = [_begin(i, rows, chunks) for i in range(chunks + 1)]
-    parts = [mask[begin:end] for begin, end in pairwise(begins)]
-    for part, begin in zip(parts, begins, strict=False):
-        part.mask_mod = _from_row(begin, mask.mask_mod)
-    return parts
-
-
-def _from_row(first: int, mask_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda b, h, q_idx, kv_idx: mask_mod(b + first, h, q_idx, kv_idx)
-
-
-def _begin(chunk: int, rows: int, chunks: int) -> int:
-    """The index of a chunk's first row."""
-    each, longer = divmod(rows, chunks)
-    return chunk * each + min(chunk, longer)
+def _part_of_mask(mask: Any, rows: Tensor) -> Any:
+    """Some rows of a mask of flex attention; its ``mask_mod`` still gets the batch's rows."""
+    first, mask_mod = int(rows[0]), mask.mask_mod
+    part = mask[first : first + len(rows)]
+    part.mask_mod = lambda b, h, q_idx, kv_idx: mask_mod(b + first, h, q_idx, kv_idx)
+    return part
 
 
 def check_rows(counts: Mapping[int, torch.Size], chunks: int) -> None:
     """Check that tensors with different numbers of rows are cut at the same places.
 
-    4 images and 8 captions in 2 microbatches are; 4 images and 5 offsets are not. ``counts`` is
-    ``seen`` of ``split_tree``.
+    4 images and 8 captions in 2 microbatches are, since both divide evenly; 4 images and 5 offsets
+    are not. ``counts`` is ``seen`` of ``split_tree``.
     """
-    if len(counts) < 2:
-        return
-    cuts = {n: [Fraction(_begin(i, n, chunks), n) for i in range(chunks)] for n in counts}
-    rows = max(counts)
-    for other in counts:
-        if cuts[other] != cuts[rows]:
-            raise ValueError(
-                f"{rows} rows of a tensor of shape {tuple(counts[rows])} and {other} of one of "
-                f"shape {tuple(counts[other])} are cut at different places for {chunks} "
-                f"microbatches; {_NOT_SPLIT}"
-            )
+    if len(counts) > 1 and any(rows % chunks for rows in counts):
+        rows, other = sorted(counts, reverse=True)[:2]
+        raise ValueError(
+            f"{rows} rows of a tensor of shape {tuple(counts[rows])} and {other} of one of shape "
+            f"{tuple(counts[other])} are cut at different places for {chunks} microbatches; "
+            f"{_NOT_SPLIT}"
+        )
 
 
 def split_args_kwargs_into_chunks(
@@ -258,6 +214,8 @@ def split_args_kwargs_into_chunks(
     chunks: int,
     args_chunk_spec: tuple[Any, ...] | None = None,
     kwargs_chunk_spec: dict[str, Any] | None = None,
+    *,
+    seen: tuple[dict[int, torch.Size] | None, dict[int, torch.Size] | None] = (None, None),
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
     """Split a call's arguments into microbatches.
 
@@ -268,6 +226,7 @@ def split_args_kwargs_into_chunks(
             it; where that is None, the value is given to every microbatch as it is. Without a
             spec, dimension 0 is split.
         kwargs_chunk_spec: likewise by name; of names that it lacks, dimension 0 is split.
+        seen: of the positional and the keyword arguments, ``seen`` of ``split_tree``.
 
     Returns:
         The positional and the keyword arguments of each microbatch. Shape (rows, …) becomes
@@ -281,30 +240,18 @@ def split_args_kwargs_into_chunks(
         >>> args, kwargs
         ([(tensor([0, 1, 2]),), (tensor([3, 4]),)], [{'scale': 2}, {'scale': 2}])
     """
-    return split_call(args, kwargs, chunks, args_chunk_spec, kwargs_chunk_spec, None, None)
-
-
-def split_call(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    chunks: int,
-    args_spec: tuple[Any, ...] | None,
-    kwargs_spec: dict[str, Any] | None,
-    args_seen: dict[int, torch.Size] | None,
-    kwargs_seen: dict[int, torch.Size] | None,
-) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """``split_args_kwargs_into_chunks``; the last two arguments are ``seen`` of ``split_tree``."""
-    split_args = split_tree(args, chunks, args_spec, args_seen) if args else [()] * chunks
+    split_args = split_tree(args, chunks, args_chunk_spec, seen[0]) if args else [()] * chunks
     if not kwargs:
         return split_args, [{}] * chunks
-    if isinstance(kwargs_spec, Mapping):
-        if unknown := [name for name in kwargs_spec if name not in kwargs]:
+    spec = kwargs_chunk_spec
+    if isinstance(spec, Mapping):
+        if unknown := [name for name in spec if name not in kwargs]:
             raise ValueError(
                 f"kwargs_chunk_spec has {unknown[0]!r}, which the call does not: it has "
                 f"{', '.join(map(repr, kwargs))}; take it out, or pass {unknown[0]}=None"
             )
-        kwargs_spec = {name: kwargs_spec.get(name, _BATCH_DIM) for name in kwargs}
-    return split_args, split_tree(kwargs, chunks, kwargs_spec, kwargs_seen)
+        spec = {name: spec.get(name, _BATCH_DIM) for name in kwargs}
+    return split_args, split_tree(kwargs, chunks, spec, seen[1])
 
 
 # --- merging -------------------------------------------------------------------------------------
@@ -366,49 +313,46 @@ _READY: dict[str, tuple[str, Any, str]] = {
     "arg_mbs": (
         "positional arguments",
         (tuple, list),
-        "tuple of a microbatch's positional arguments, such as (x,)",
+        "tuple of a call's arguments, such as (x,)",
     ),
-    "kwarg_mbs": ("keyword arguments", Mapping, "dict of a microbatch's keyword arguments"),
+    "kwarg_mbs": ("keyword arguments", Mapping, "dict of keyword arguments"),
     "target_mbs": ("target=", object, ""),
 }
 
 
-def check_ready(ready: Mapping[str, Sequence[Any] | None], whole: Mapping[str, bool]) -> None:
-    """Check the types of ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs``.
+def check_ready(ready: Mapping[str, Any], has_batch: Sequence[bool], num: int) -> None:
+    """Check ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs``: each a list of ``num`` microbatches.
 
-    ``whole`` says for each of them whether a batch to split was given as well.
+    ``has_batch`` says for each whether a batch to split was given as well.
     """
-    for name, mbs in ready.items():
+    lengths = {}
+    for (name, mbs), also in zip(ready.items(), has_batch, strict=True):
         if mbs is None:
             continue
-        batch, kind, expected = _READY[name]
+        batch, kind, shown = _READY[name]
         if not hasattr(mbs, "__len__"):
             raise TypeError(f"{name} is a {type(mbs).__name__}, expected a list of microbatches")
-        if whole[name]:
+        if also:
             raise ValueError(
                 f"{batch} and {name} were both given; pass a batch, which is split, or ready "
                 "microbatches"
             )
-        for i, item in enumerate(mbs):
-            if not isinstance(item, kind):
-                raise TypeError(f"{name}[{i}] is a {type(item).__name__}, expected the {expected}")
-
-
-def num_chunks(mappings: Mapping[str, Sequence[Any] | None]) -> int | None:
-    """The common length of the lists of ready microbatches; None without lists."""
-    lengths = {name: len(chunks) for name, chunks in mappings.items() if chunks is not None}
-    if len(set(lengths.values())) > 1:
+        if wrong := [i for i, item in enumerate(mbs) if not isinstance(item, kind)]:
+            raise TypeError(
+                f"{name}[{wrong[0]}] is a {type(mbs[wrong[0]]).__name__}, expected the {shown}"
+            )
+        lengths[name] = len(mbs)
+    if len({*lengths.values()}) > 1:
         raise ValueError(f"the lists of microbatches differ in length: {lengths}")
-    return next(iter(lengths.values()), None)
+    for length in lengths.values():
+        if length != num:
+            raise ValueError(f"{length} ready microbatches, expected n_microbatches={num}")
 
 
 def inputs_digest(
     args: Sequence[tuple[Any, ...]] | None, kwargs: Sequence[Mapping[str, Any]]
 ) -> tuple[int, int]:
-    """Two checksums of the inputs, compared between ranks: argument names, and sampled elements.
-
-    Both are 0 on a rank without inputs, whose ``args`` are None.
-    """
+    """Two checksums, of argument names and of sampled elements; 0 on a rank without inputs."""
     if args is None:
         return 0, 0
     kind = "positional" if args[0] else repr(sorted(kwargs[0]))

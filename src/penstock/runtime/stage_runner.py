@@ -30,8 +30,7 @@ from penstock.stage.offload import ActivationOffload, CopyStreams
 from penstock.stage.pytree import map_tensors
 from penstock.stage.recompute import Recomputer
 from penstock.stage.rng import RandomStream
-from penstock.stage.sequence_state import detach_state
-from penstock.stage.stage import MicrobatchState, Stage
+from penstock.stage.stage import MicrobatchState, Stage, detach_state
 
 __all__ = ["Neighbor", "StageRunner"]
 
@@ -211,7 +210,7 @@ class StageRunner:
             received = iter(grads)
             grads = [next(received) if there else None for there in state.grads_present]
         assert state.out_spec is not None
-        state.received_grads = state.out_spec.unpack_grads(grads)
+        state.received_grads = state.out_spec.unpack(grads, grads=True)
 
     def _send_forward(self, state: MicrobatchState) -> None:
         assert state.to_send is not None and state.out_spec is not None

@@ -20,12 +20,11 @@ from torch import Tensor
 from penstock.errors import ScheduleError
 from penstock.runtime import microbatch
 from penstock.runtime.config import RunConfig
-from penstock.runtime.microbatch import merge_chunks, split_call, split_tree
+from penstock.runtime.microbatch import merge_chunks, split_args_kwargs_into_chunks, split_tree
 from penstock.schedule.action import Op
 from penstock.schedule.program import Program
 from penstock.stage.pytree import flatten, tensors_of, unflatten
-from penstock.stage.sequence_state import takes_state
-from penstock.stage.stage import Stage
+from penstock.stage.stage import Stage, takes_state
 
 __all__ = ["BatchSplitter", "StepState", "is_placed", "moved"]
 
@@ -94,15 +93,13 @@ class BatchSplitter:
         target = kwargs.pop("target")
         ready = {name: kwargs.pop(name, None) for name in ("arg_mbs", "kwarg_mbs", "target_mbs")}
         whole = (bool(args), bool(kwargs), target is not None)
-        microbatch.check_ready(ready, dict(zip(ready, whole, strict=True)))
-        if (length := microbatch.num_chunks(ready)) not in (None, num):
-            raise ValueError(f"{length} ready microbatches, expected n_microbatches={num}")
+        microbatch.check_ready(ready, whole, num)
         # Row counts of the tensors that count here: where inputs enter, and losses are computed.
         rows: dict[int, torch.Size] = {}
         target_rows: dict[int, torch.Size] = {}
         specs = (config.args_chunk_spec, config.kwargs_chunk_spec)
         seen = (rows if self.has_first else None, rows)
-        arg_mbs, kwarg_mbs = split_call(args, kwargs, num, *specs, *seen)
+        arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(args, kwargs, num, *specs, seen=seen)
         if args or kwargs or ready["arg_mbs"] or ready["kwarg_mbs"]:
             step.args = self._split_sequences(ready["arg_mbs"] or arg_mbs)
         step.kwargs = self._split_sequences(ready["kwarg_mbs"] or kwarg_mbs)

@@ -25,24 +25,14 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BoundaryError
+from penstock.stage import pytree
 from penstock.stage.dtensor import (
     DTensorMeta,
     MeshOf,
     dtensor_meta,
+    find_mesh,
     from_local,
     local_part,
-    unknown_mesh,
-)
-from penstock.stage.pytree import (
-    Plain,
-    as_args,
-    decode_plain,
-    decode_tree,
-    encode_plain,
-    encode_tree,
-    flatten,
-    is_plain,
-    unflatten,
 )
 
 __all__ = ["BoundarySpec", "TensorMeta", "describe", "sharing_memory", "static_spec"]
@@ -52,9 +42,9 @@ __all__ = ["BoundarySpec", "TensorMeta", "describe", "sharing_memory", "static_s
 class TensorMeta:
     """The shape, dtype and memory format of a tensor that crosses a boundary.
 
-    Shape, dtype and order are those of a DTensor's local part. ``order`` has the dimensions by
-    descending stride, if that is another order (channels last, transposed), so that the memory
-    format is restored. ``requires_grad`` says whether the gradient is sent back.
+    Of a DTensor, they are those of its local part. ``order`` has the dimensions by descending
+    stride, if that is another order (channels last, transposed). ``requires_grad`` says whether the
+    gradient is sent back.
     """
 
     shape: torch.Size
@@ -92,11 +82,7 @@ class TensorMeta:
         return tensor.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
 
     def fits(self, tensor: Tensor) -> bool:
-        """True if this describes ``tensor``.
-
-        A tensor that no longer requires grad fits (its producer was frozen since); one that
-        requires grad where none would be sent back does not.
-        """
+        """True if this describes ``tensor``, which may have been frozen since."""
         if self.dtensor is not None or type(tensor) is not Tensor:
             if dtensor_meta(tensor) != self.dtensor:
                 return False
@@ -119,7 +105,7 @@ class TensorMeta:
 
     def encode(self) -> dict[str, Any]:
         """JSON values, to be read by ``decode``."""
-        return dataclasses.asdict(self) | {"dtype": encode_plain(self.dtype)}
+        return dataclasses.asdict(self) | {"dtype": pytree.encode_plain(self.dtype)}
 
     @classmethod
     def decode(cls, data: dict[str, Any]) -> TensorMeta:
@@ -127,7 +113,7 @@ class TensorMeta:
         shape, dtype, requires_grad, order, dtensor, _ = data.values()
         return cls(
             shape=torch.Size(shape),
-            dtype=decode_plain(dtype),
+            dtype=pytree.decode_plain(dtype),
             requires_grad=requires_grad,
             order=order and tuple(order),
             dtensor=dtensor and DTensorMeta.decode(dtensor),
@@ -148,8 +134,7 @@ class BoundarySpec:
     Args:
         tree: the structure of the arguments tuple.
         leaves: for each leaf a ``TensorMeta``, or the plain value itself.
-        shared: the pairs of tensors, by index, that shared memory in the sending stage. They
-            arrive as separate tensors.
+        shared: the pairs of tensors, by index, that shared memory in the sending stage.
 
     Attributes:
         metas: the tensors' descriptions.
@@ -160,7 +145,7 @@ class BoundarySpec:
     def __init__(
         self,
         tree: optree.PyTreeSpec,
-        leaves: tuple[TensorMeta | Plain, ...],
+        leaves: tuple[TensorMeta | pytree.Plain, ...],
         shared: tuple[tuple[int, int], ...] = (),
     ) -> None:
         self.tree = tree
@@ -178,11 +163,7 @@ class BoundarySpec:
         self._only = self.metas[0] if is_one and self.metas and not self.metas[0].dtensor else None
 
     def tensors(self, output: Any) -> Sequence[Tensor]:
-        """The tensors of a stage's output, in the order in which they are sent.
-
-        Raises:
-            BoundaryError: the output does not fit this description.
-        """
+        """The tensors of a stage's output, which must fit this description, in sent order."""
         only = self._only
         if only is not None:  # ``TensorMeta.fits``, on the hot path
             value = output[0] if type(output) is tuple and len(output) == 1 else output
@@ -193,7 +174,7 @@ class BoundarySpec:
                 and (only.requires_grad or not value.requires_grad)
             ):
                 return (value,)
-        leaves, tree = flatten(as_args(output))
+        leaves, tree = pytree.flatten(pytree.as_args(output))
         if tree != self.tree:
             raise BoundaryError(f"the output's structure is {tree}, expected {self.tree}{_HINT}")
         for slot, (leaf, expected) in enumerate(zip(leaves, self.leaves, strict=True)):
@@ -203,52 +184,39 @@ class BoundarySpec:
                 alike = type(leaf) is type(expected)
                 fits = alike and (leaf == expected or repr(leaf) == repr(expected))
             if not fits:
-                got, wanted = TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf, expected
-                shown = [str(x) if isinstance(x, TensorMeta) else repr(x) for x in (got, wanted)]
-                raise BoundaryError(f"output {slot} is {shown[0]}, expected {shown[1]}{_HINT}")
+                got = str(TensorMeta.of(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
+                wanted = str(expected) if isinstance(expected, TensorMeta) else repr(expected)
+                raise BoundaryError(f"output {slot} is {got}, expected {wanted}{_HINT}")
         return [local_part(leaves[i]) for i in self._slots]
 
     def check_static(self, given: BoundarySpec | None, what: str) -> None:
-        """Check this spec against the shapes and dtypes that the user gave in advance.
-
-        Raises:
-            BoundaryError: they differ.
-        """
+        """Check this spec against the shapes and dtypes that the user gave in advance."""
         if given is None:
             return
-        if len(self.metas) != len(given.metas):
+        kinds, wanted = ([meta.kind for meta in spec.metas] for spec in (self, given))
+        if len(kinds) != len(wanted):
             raise BoundaryError(
-                f"there are {len(self.metas)} {what} tensors, but {what}_args says "
-                f"{len(given.metas)}: {', '.join(meta.kind for meta in given.metas)}"
+                f"there are {len(kinds)} {what} tensors, but {what}_args says {len(wanted)}: "
+                f"{', '.join(wanted)}"
             )
-        for slot, meta, wanted in zip(self._slots, self.metas, given.metas, strict=True):
-            if (meta.shape, meta.dtype) != (wanted.shape, wanted.dtype):
+        for slot, kind, expected in zip(self._slots, kinds, wanted, strict=True):
+            if kind != expected:
                 raise BoundaryError(
-                    f"{what} {slot} is {meta.kind}, expected {wanted.kind} as {what}_args says"
+                    f"{what} {slot} is {kind}, expected {expected} as {what}_args says"
                 )
 
     def pack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors as they are sent, see ``TensorMeta.pack``."""
-        if self._in_order:
-            return [t.contiguous() for t in tensors]
         return [meta.pack(t) for meta, t in zip(self.metas, tensors, strict=True)]
 
-    def unpack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Restore the memory formats of the received tensors."""
+    def unpack(self, tensors: Sequence[Any], *, grads: bool = False) -> Sequence[Any]:
+        """Restore the memory formats of the received tensors, or of gradients, None for some."""
         if self._in_order:
             return tensors
-        return [meta.unpack(t) for meta, t in zip(self.metas, tensors, strict=True)]
+        pairs = zip(self.grad_metas if grads else self.metas, tensors, strict=True)
+        return [None if tensor is None else meta.unpack(tensor) for meta, tensor in pairs]
 
-    def unpack_grads(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Restore the memory formats of the received gradients."""
-        if self._in_order:
-            return grads
-        pairs = zip(self.grad_metas, grads, strict=True)
-        return [None if grad is None else meta.unpack(grad) for meta, grad in pairs]
-
-    def arguments(
-        self, tensors: Sequence[Tensor], mesh_of: MeshOf = unknown_mesh
-    ) -> tuple[Any, ...]:
+    def arguments(self, tensors: Sequence[Tensor], mesh_of: MeshOf = find_mesh) -> tuple[Any, ...]:
         """The next stage's positional arguments, with the received tensors, unpacked."""
         if self._only is not None:
             return (tensors[0],)
@@ -256,29 +224,22 @@ class BoundarySpec:
         for i, tensor, meta in zip(self._slots, tensors, self.metas, strict=True):
             full = meta.dtensor
             leaves[i] = tensor if full is None else from_local(tensor, full, mesh_of(full))
-        args: tuple[Any, ...] = unflatten(self.tree, leaves)
+        args: tuple[Any, ...] = pytree.unflatten(self.tree, leaves)
         return args
 
     def encode(self) -> bytes:
         """The spec as JSON, read by ``decode`` on another rank."""
-        leaves = [x.encode() if isinstance(x, TensorMeta) else encode_plain(x) for x in self.leaves]
-        spec = {"tree": encode_tree(self.tree), "leaves": leaves, "shared": self.shared}
-        return json.dumps(spec).encode()
+        encode = pytree.encode_plain
+        leaves = [x.encode() if isinstance(x, TensorMeta) else encode(x) for x in self.leaves]
+        return json.dumps([pytree.encode_tree(self.tree), leaves, self.shared]).encode()
 
     @staticmethod
     def decode(data: bytes) -> BoundarySpec:
-        """Read the spec that ``encode`` wrote.
-
-        Raises:
-            BoundaryError: it names a class that this process has not imported.
-        """
-        spec = json.loads(data)
-        leaves = [
-            TensorMeta.decode(leaf) if isinstance(leaf, dict) else decode_plain(leaf)
-            for leaf in spec["leaves"]
-        ]
-        shared = tuple((one, other) for one, other in spec["shared"])
-        return BoundarySpec(decode_tree(spec["tree"]), tuple(leaves), shared)
+        """Read the spec that ``encode`` wrote."""
+        tree, leaves, shared = json.loads(data)
+        decode = pytree.decode_plain
+        decoded = (TensorMeta.decode(x) if isinstance(x, dict) else decode(x) for x in leaves)
+        return BoundarySpec(pytree.decode_tree(tree), tuple(decoded), tuple(map(tuple, shared)))
 
     def __repr__(self) -> str:
         return f"BoundarySpec({self.tree}, {', '.join(map(str, self.leaves))})"
@@ -291,35 +252,30 @@ _HINT = (
 
 
 def describe(output: Any) -> BoundarySpec:
-    """The spec of a stage's output.
-
-    Raises:
-        BoundaryError: a leaf is neither a dense tensor nor a plain value.
-    """
-    leaves, tree = flatten(as_args(output))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    described = tuple(_describe_leaf(i, leaf) for i, leaf in enumerate(leaves))
-    return BoundarySpec(tree, described, sharing_memory(tensors))
-
-
-def _describe_leaf(slot: int, leaf: Any) -> TensorMeta | Plain:
-    if isinstance(leaf, Tensor):
-        if leaf.layout is not torch.strided or leaf.is_nested:
+    """The spec of a stage's output: dense tensors and plain values in any containers."""
+    leaves, tree = pytree.flatten(pytree.as_args(output))
+    for slot, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            if not pytree.is_plain(leaf):
+                raise _not_plain(slot, type(leaf))
+        elif leaf.layout is not torch.strided or leaf.is_nested:
             how = "is nested" if leaf.is_nested else f"has layout {leaf.layout}"
             raise BoundaryError(
                 f"output {slot} {how}, which can't cross between stages; return it as dense "
                 "tensors (indices and values, or values and lengths, for instance)"
             )
-        return TensorMeta.of(leaf)
-    if not is_plain(leaf):
-        cls = type(leaf)
-        name = f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
-        raise BoundaryError(
-            f"output {slot} is a {name}, which can't cross between stages; return tensors, "
-            "numbers, strings, None and containers of these, classes registered with torch's "
-            "pytree among them (of NumPy's numbers .item(), of an enum's member its .value)"
-        )
-    return leaf
+    described = (TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return BoundarySpec(tree, tuple(described), sharing_memory(tensors))
+
+
+def _not_plain(slot: int, cls: type[Any]) -> BoundaryError:
+    name = f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
+    return BoundaryError(
+        f"output {slot} is a {name}, which can't cross between stages; return tensors, numbers, "
+        "strings, None and containers of these, classes registered with torch's pytree among them "
+        "(of NumPy's numbers .item(), of an enum's member its .value)"
+    )
 
 
 def sharing_memory(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
@@ -332,24 +288,18 @@ def sharing_memory(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
 
 
 def static_spec(values: Any, grads: Any, what: str, stage_index: int) -> BoundarySpec | None:
-    """The spec of a user's example tensors, the stage's ``"input"`` or ``"output"``.
+    """The spec of a user's example tensors, the stage's ``"input"`` or ``"output"``, if any.
 
-    Args:
-        values: example tensors, or None.
-        grads: per value an example gradient, None where it takes none; or None altogether, if all
-            floating tensors take gradients.
-
-    Raises:
-        BoundaryError: there is not one gradient for each value, or a value is no tensor.
+    ``grads`` has an example gradient per value, None where it takes none; None altogether, if all
+    floating tensors take gradients.
     """
     if values is None:
         return None
     given = values if isinstance(values, (tuple, list)) else (values,)
-    for value in given:
-        if not isinstance(value, Tensor):
-            raise BoundaryError(
-                f"stage {stage_index}: {what}_args holds a {type(value).__name__}, expected tensors"
-            )
+    if wrong := [type(v).__name__ for v in given if not isinstance(v, Tensor)]:
+        raise BoundaryError(
+            f"stage {stage_index}: {what}_args holds a {wrong[0]}, expected tensors"
+        )
     if grads is None:
         takes = [v.is_floating_point() or v.is_complex() for v in given]
     else:

@@ -38,9 +38,9 @@ class DeviceStreams:
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def switch(self, stream: Stream) -> None:
-        """Make ``stream`` the calling thread's stream."""
+        """Make ``stream`` the calling thread's stream; the current device stays."""
         before = torch.cuda.current_device()
-        torch.cuda.set_stream(stream)  # makes the stream's device the current one, too
+        torch.cuda.set_stream(stream)
         if before != self._device.index:
             torch.cuda.set_device(before)
 
@@ -75,8 +75,7 @@ class DeviceStreams:
     def elapsed_s(self, first: Event, second: Event) -> float:
         """The time between two timed events, in seconds; waits for the second."""
         second.synchronize()
-        elapsed_ms: float = first.elapsed_time(second)
-        return elapsed_ms / 1e3
+        return float(first.elapsed_time(second)) / 1e3
 
     def host_time_of(self, event: Event) -> float:
         """The ``time.perf_counter`` of a timed event; synchronizes the device."""

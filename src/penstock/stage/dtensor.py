@@ -18,19 +18,8 @@ from torch import Tensor
 
 from penstock.errors import BoundaryError
 
-__all__ = [
-    "DTensorMeta",
-    "MeshOf",
-    "dtensor_meta",
-    "encode_placement",
-    "find_mesh",
-    "from_local",
-    "full_tensor",
-    "is_dtensor",
-    "local_part",
-    "max_magnitude",
-    "unknown_mesh",
-]
+__all__ = ["DTensorMeta", "MeshOf", "dtensor_meta", "encode_placement", "find_mesh"]
+__all__ += ["from_local", "full_tensor", "is_dtensor", "local_part", "max_magnitude"]
 
 
 class DTensorMeta(NamedTuple):
@@ -50,9 +39,8 @@ class DTensorMeta(NamedTuple):
     def decode(cls, data: list[Any]) -> DTensorMeta:
         """Read the fields from JSON."""
         mesh, placements, shape, stride = data
-        return cls(
-            tuple(map(tuple, mesh)), tuple(map(tuple, placements)), tuple(shape), tuple(stride)
-        )
+        pairs = [tuple(map(tuple, each)) for each in (mesh, placements)]
+        return cls(pairs[0], pairs[1], tuple(shape), tuple(stride))
 
     def __str__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh)
@@ -60,8 +48,8 @@ class DTensorMeta(NamedTuple):
         return f"{', '.join(placed)} over ({mesh}), {self.shape} in all".lower()
 
 
+# Finds the mesh of a received DTensor.
 MeshOf: TypeAlias = Callable[[DTensorMeta], Any]
-"""Finds the mesh of a received DTensor."""
 
 
 def _torch_dtensor() -> Any:
@@ -77,11 +65,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def dtensor_meta(tensor: Any) -> DTensorMeta | None:
-    """The description of a DTensor; None for another tensor.
-
-    Raises:
-        BoundaryError: one of its placements is of an unknown kind.
-    """
+    """The description of a DTensor; None for another tensor."""
     if not is_dtensor(tensor):
         return None
     placements = tuple(map(encode_placement, tensor.placements))
@@ -92,14 +76,12 @@ def dtensor_meta(tensor: Any) -> DTensorMeta | None:
 def encode_placement(placement: Any) -> tuple[str, Any]:
     """The kind of a placement, with its dimension or operation."""
     kinds, kind = _torch_dtensor(), type(placement)
-    values = {kinds.Shard: "dim", kinds.Replicate: None, kinds.Partial: "reduce_op"}
-    if kind not in values:
+    if kind not in (kinds.Shard, kinds.Replicate, kinds.Partial):
         raise BoundaryError(
             f"a DTensor with the placement {placement} can't cross between stages; redistribute it "
             "to Shard(), Replicate() or Partial() first, or return its to_local()"
         )
-    attribute = values[kind]
-    return kind.__name__, None if attribute is None else getattr(placement, attribute)
+    return kind.__name__, getattr(placement, "dim", getattr(placement, "reduce_op", None))
 
 
 def local_part(tensor: Any) -> Tensor:
@@ -115,17 +97,13 @@ def full_tensor(tensor: Any) -> Tensor:
 
 
 def max_magnitude(tensors: Sequence[Any]) -> Tensor:
-    """The largest magnitude in DTensors of one mesh, a collective over it.
-
-    torch's ``max`` fails for a local part without elements, as of a tensor with fewer rows than
-    there are ranks.
-    """
+    """The largest magnitude in DTensors of one mesh, a collective over it."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    parts = []
-    for tensor in tensors:
-        summed = [Replicate() if p.is_partial() else p for p in tensor.placements]
-        parts.append(tensor.redistribute(placements=summed).to_local())
+    summed = ([Replicate() if p.is_partial() else p for p in t.placements] for t in tensors)
+    pairs = zip(tensors, summed, strict=True)
+    parts = [t.redistribute(placements=placements).to_local() for t, placements in pairs]
+    # torch's max fails for a part without elements.
     magnitudes = [part.abs().max() for part in parts if part.numel()]
     here = torch.stack(magnitudes or [parts[0].new_zeros(())]).max().reshape(1)
     # Gathered, not reduced: a maximum taken on the way may lose a NaN.
@@ -147,19 +125,17 @@ def from_local(part: Tensor, meta: DTensorMeta, mesh: Any) -> Tensor:
     )
 
 
-def unknown_mesh(meta: DTensorMeta) -> Any:
-    """Refuse a DTensor whose mesh is unknown on this rank."""
+def find_mesh(meta: DTensorMeta, tensors: Iterable[Any] = ()) -> Any:
+    """The mesh with such dimensions of one of ``tensors``; refuses a DTensor without one."""
+    for tensor in tensors:
+        if is_dtensor(tensor):
+            mesh = tensor.device_mesh
+            if mesh.mesh_dim_names is not None and _dimensions(mesh) == meta.mesh:
+                return mesh
     raise BoundaryError(
         f"the stage receives a DTensor ({meta}), and its mesh on this rank is not known: pass "
         "get_mesh= to PipelineStage, or have a parameter that is a DTensor over it"
     )
-
-
-def find_mesh(meta: DTensorMeta, tensors: Iterable[Any]) -> Any:
-    """The mesh with such dimensions of one of ``tensors``; None if there is none."""
-    meshes = (tensor.device_mesh for tensor in tensors if is_dtensor(tensor))
-    same = (m for m in meshes if m.mesh_dim_names is not None and _dimensions(m) == meta.mesh)
-    return next(same, None)
 
 
 def _dimensions(mesh: Any) -> tuple[tuple[str, int], ...]:

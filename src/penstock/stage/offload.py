@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
-from weakref import ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class CopyStreams:
     """
 
     def __init__(self, streams: DeviceStreams) -> None:
-        self._streams = streams
+        self.streams = streams
         self._out, self._back = streams.new(), streams.new()
         # Tensors being copied to the host, the event of the copy, and the stream that made them.
         self._offloading: tuple[Sequence[Tensor], Event, Stream] | None = None
@@ -55,7 +55,7 @@ class CopyStreams:
     def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
         """Start to copy bytes to the host; the event marks the end of the copy."""
         self._release()
-        streams, current = self._streams, self._streams.current()
+        streams, current = self.streams, self.streams.current()
         hosts = [streams.pinned(each.numel()) for each in tensors]
         streams.follow(self._out, current)
         event = self._copy(tensors, hosts, self._out)
@@ -65,7 +65,7 @@ class CopyStreams:
     def _release(self) -> None:
         if self._offloading is not None:
             _, copied, made_on = self._offloading
-            self._streams.wait(made_on, copied)
+            self.streams.wait(made_on, copied)
             self._offloading = None
 
     def to_device(
@@ -74,14 +74,14 @@ class CopyStreams:
         """Start to copy bytes back; the event marks the end of the copy."""
         if self._offloading is not None and self._offloading[1] is offloaded:
             self._release()  # no later offload would release them
-        streams = self._streams
+        streams = self.streams
         tensors = [torch.empty(each.numel(), dtype=torch.uint8, device=device) for each in hosts]
         streams.wait(self._back, offloaded)
         streams.follow(self._back, streams.current())  # the stream that owns the memory
         return tensors, self._copy(hosts, tensors, self._back)
 
     def _copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor], stream: Stream) -> Event:
-        streams, current = self._streams, self._streams.current()
+        streams, current = self.streams, self.streams.current()
         streams.switch(stream)
         try:
             for source, target in zip(sources, targets, strict=True):
@@ -92,30 +92,16 @@ class CopyStreams:
         streams.mark(event, stream)
         return event
 
-    def wait_on_device(self, copied: Event) -> None:
-        """Let the current stream use tensors that were copied back."""
-        self._streams.wait(self._streams.current(), copied)
-
 
 class _Storage:
     """The storage of saved tensors that share it: its bytes on the device, or on the host."""
 
-    __slots__ = ("copied", "device", "host")
+    __slots__ = ("__weakref__", "copied", "device", "host")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.device: torch.UntypedStorage | None = storage
         self.host: Tensor | None = None
         self.copied: Event = None  # the end of the last copy, to the host or back
-
-
-class _Saved:
-    """One tensor that autograd saved: a view of a storage."""
-
-    __slots__ = ("__weakref__", "dtype", "storage", "view")
-
-    def __init__(self, tensor: Tensor, storage: _Storage) -> None:
-        self.storage, self.dtype = storage, tensor.dtype
-        self.view = (tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 class ActivationOffload:
@@ -134,50 +120,44 @@ class ActivationOffload:
         self._device = device
         self._copy_streams = copy_streams
         self._resident = {_address(t) for t in resident if type(t) in _PLAIN}
-        self._storages: dict[int, _Storage] = {}
-        self._saved: list[ref[_Saved]] = []
+        # By address, referenced by autograd alone: a storage that it releases is not copied.
+        self._storages: WeakValueDictionary[int, _Storage] = WeakValueDictionary()
 
     def collecting(self) -> AbstractContextManager[None]:
         """A context for the forward, in which saved tensors are recorded."""
         return saved_through(self._pack, self._unpack, StageError(_REFUSED))
 
     def _pack(self, tensor: Tensor) -> Any:
+        """The storage, dtype and view of a saved tensor; itself if it stays on the device."""
         if not _is_as_in_memory(tensor) or tensor.device != self._device:
             return tensor
         address = _address(tensor)
         if address == 0 or address in self._resident:
             return tensor
-        if address not in self._storages:
-            self._storages[address] = _Storage(tensor.untyped_storage())
-        saved = _Saved(tensor, self._storages[address])
-        self._saved.append(ref(saved))
-        return saved
+        storage = self._storages.get(address)
+        if storage is None:
+            storage = self._storages[address] = _Storage(tensor.untyped_storage())
+        return storage, tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _unpack(self, saved: Any) -> Tensor:
-        if not isinstance(saved, _Saved):
-            tensor: Tensor = saved
-            return tensor
-        storage = saved.storage
+        if isinstance(saved, Tensor):
+            return saved
+        storage, dtype, view = saved
         if storage.device is None:
             raise StageError("the backward uses an offloaded activation; reload it first")
-        empty = torch.empty(0, dtype=saved.dtype, device=self._device)
-        restored = empty.set_(storage.device, *saved.view)
+        restored = torch.empty(0, dtype=dtype, device=self._device).set_(storage.device, *view)
         if self._copy_streams is not None and storage.copied is not None:
-            self._copy_streams.wait_on_device(storage.copied)
+            streams = self._copy_streams.streams
+            streams.wait(streams.current(), storage.copied)
         return restored
 
     def offload(self) -> int:
-        """Copy the saved tensors to the host and release them here.
-
-        Returns:
-            The number of bytes copied.
-        """
-        self._storages = {}
-        storages = [each for each in self._live() if each.device is not None]
+        """Copy the saved tensors to the host and release them here; returns their bytes."""
+        storages = list(self._storages.values())
         tensors = [
-            torch.empty(0, dtype=torch.uint8, device=self._device).set_(each.device)
-            for each in storages
-            if each.device is not None
+            torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage.device)
+            for storage in storages
+            if storage.device is not None
         ]
         copied: Event = None
         if self._copy_streams is None:
@@ -190,7 +170,7 @@ class ActivationOffload:
 
     def reload(self) -> None:
         """Copy the saved tensors back for the backward."""
-        storages = self._live()
+        storages = list(self._storages.values())
         hosts = [each.host for each in storages if each.host is not None]
         copied: Event = None
         if self._copy_streams is None or not storages:
@@ -200,11 +180,6 @@ class ActivationOffload:
             tensors, copied = self._copy_streams.to_device(hosts, offloaded, self._device)
         for storage, tensor in zip(storages, tensors, strict=True):
             storage.device, storage.host, storage.copied = tensor.untyped_storage(), None, copied
-
-    def _live(self) -> list[_Storage]:
-        """The storages of tensors that autograd has not released since the forward."""
-        alive = [saved for each in self._saved if (saved := each()) is not None]
-        return list(dict.fromkeys(saved.storage for saved in alive))
 
 
 def _is_as_in_memory(tensor: Tensor) -> bool:

@@ -19,8 +19,8 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from functools import cached_property
+from types import BuiltinFunctionType
 from typing import Any, TypeAlias
 
 import optree
@@ -31,29 +31,12 @@ from torch.nn.utils.rnn import PackedSequence
 from penstock._torch_compat import pytree_node
 from penstock.errors import BoundaryError
 
-__all__ = [
-    "NAMESPACE",
-    "Plain",
-    "as_args",
-    "decode_plain",
-    "decode_tree",
-    "encode_plain",
-    "encode_tree",
-    "flatten",
-    "is_plain",
-    "map_tensors",
-    "same_value",
-    "tensors_of",
-    "unflatten",
-]
+__all__ = ["NAMESPACE", "Plain", "as_args", "decode_plain", "decode_tree", "encode_plain"]
+__all__ += ["encode_tree", "flatten", "is_plain", "map_tensors", "same_value", "tensors_of"]
+__all__ += ["unflatten"]
 
 # The optree namespace in which containers are registered when they are first met.
 NAMESPACE = "penstock"
-
-# Opens a container: children, context, and the children's names in paths (None: their indices).
-_Open: TypeAlias = Callable[[Any], tuple[Sequence[Any], Any, Any]]
-# Makes a container of children and context.
-_Make: TypeAlias = Callable[[Sequence[Any], Any], Any]
 
 
 def as_args(output: Any) -> tuple[Any, ...]:
@@ -67,13 +50,9 @@ def as_args(output: Any) -> tuple[Any, ...]:
 def flatten(
     value: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], optree.PyTreeSpec]:
-    """The leaves and the structure of a pytree; ``is_leaf`` says which containers stay closed.
-
-    Raises:
-        BoundaryError: the class of a dataclass, or of a mapping of tensors, can't rebuild it.
-    """
+    """The leaves and the structure of a pytree; ``is_leaf`` says which containers stay closed."""
     leaves, tree = optree.tree_flatten(value, is_leaf, namespace=NAMESPACE)
-    new = [cls for cls in {type(leaf) for leaf in leaves} - _makers.keys() if _is_container(cls)]
+    new = [cls for cls in {type(leaf) for leaf in leaves} - _registered if _is_container(cls)]
     if not new:
         return leaves, tree
     for cls in new:
@@ -139,13 +118,21 @@ def encode_plain(value: Plain) -> Any:
 
 def decode_plain(data: Any) -> Plain:
     """Read a value that ``encode_plain`` wrote."""
-    if not isinstance(data, list):
-        return data
-    name, value = data
-    return _DECODERS[name](value)
+    return _DECODERS[data[0]](data[1]) if isinstance(data, list) else data
 
 
 # --- containers ----------------------------------------------------------------------------------
+
+# Opens a container: children, context, and the children's names in paths (None: their indices).
+_Open: TypeAlias = Callable[[Any], tuple[Sequence[Any], Any, Any]]
+# Makes a container of children and context.
+_Make: TypeAlias = Callable[[Sequence[Any], Any], Any]
+
+_registered: set[type[Any]] = set()
+# By id, a container without contents that ``decode_tree`` opens once, and its described parts.
+_stand_ins: dict[int, tuple[Any, Sequence[Any], Any]] = {}
+# Its type wants a Collection; optree takes any class.
+_register_node: Any = optree.register_pytree_node
 
 
 class _Context:
@@ -165,23 +152,6 @@ class _Context:
         return hash(type(self.value))
 
 
-@dataclasses.dataclass(slots=True)
-class _Outline:
-    """A container of a registered class, known by its parts; its class is not called."""
-
-    cls: type[Any]
-    context: Any
-    children: Sequence[Any]
-
-
-# Its type wants a Collection; optree takes any class.
-_register_node: Any = optree.register_pytree_node
-# The registered classes, with the functions that make their containers.
-_makers: dict[type[Any], _Make] = {}
-# True while unflatten makes outlines.
-_outlining: ContextVar[bool] = ContextVar("outlining", default=False)
-
-
 def _is_container(cls: type[Any]) -> bool:
     is_mapping = issubclass(cls, Mapping) and not issubclass(cls, nn.Module)
     return is_mapping or dataclasses.is_dataclass(cls) or pytree_node(cls) is not None
@@ -189,22 +159,22 @@ def _is_container(cls: type[Any]) -> bool:
 
 def _register(cls: type[Any]) -> None:
     """Let optree open and make containers of a class."""
-    open_, _makers[cls] = _functions_of(cls)
+    open_, make = _functions_of(cls)
 
     def flatten_node(value: Any) -> tuple[Sequence[Any], _Context, Any]:
-        children, context, names = open_(value)
+        stand_in = _stand_ins.pop(id(value), None)
+        children, context, names = open_(value) if stand_in is None else (*stand_in[1:], None)
         return tuple(children), _Context(context), names
 
     def unflatten_node(context: Any, children: Sequence[Any]) -> Any:
-        if _outlining.get():
-            return _Outline(cls, context.value, children)
-        return _makers[cls](children, context.value)
+        return make(children, context.value)
 
     _register_node(cls, flatten_node, unflatten_node, namespace=NAMESPACE)
+    _registered.add(cls)
 
 
 def _functions_of(cls: type[Any]) -> tuple[_Open, _Make]:
-    if cls is PackedSequence:
+    if cls is PackedSequence:  # whose numbers of rows lie on the CPU
         return (
             lambda packed: (tuple(packed), None, None),
             lambda parts, _: PackedSequence(parts[0], parts[1].cpu(), *parts[2:]),
@@ -213,8 +183,8 @@ def _functions_of(cls: type[Any]) -> tuple[_Open, _Make]:
     if dataclasses.is_dataclass(cls) and issubclass(cls, dict):
         names = tuple(f.name for f in dataclasses.fields(cls))
         return (
-            lambda value: ([getattr(value, name) for name in names], names, names),
-            lambda children, names: cls(**dict(zip(names, children, strict=True))),
+            lambda value: ([getattr(value, name) for name in names], None, names),
+            lambda children, _: cls(**dict(zip(names, children, strict=True))),
         )
     node = pytree_node(cls)
     if node is not None:
@@ -227,28 +197,25 @@ def _of_dataclass(cls: type[Any]) -> tuple[_Open, _Make]:
     fields = {field.name for field in dataclasses.fields(cls)}
     names = tuple(inspect.signature(cls.__init__).parameters)[1:]
 
-    def open_(value: Any) -> tuple[Sequence[Any], Any, Any]:
-        if extra := [name for name in names if name not in fields]:
-            raise _refused(cls, f"its constructor takes {extra[0]}, which is none of its fields")
-        children = [getattr(value, name, None) for name in names]
-        again = make(children, names)
-        for name in {*fields, *getattr(value, "__dict__", ())}:
-            if isinstance(getattr(cls, name, None), cached_property) or not hasattr(value, name):
-                continue
-            left, right = getattr(value, name), getattr(again, name, _MISSING)
-            if not _is_same(left, right, made=name not in names):
-                raise _refused(
-                    cls, f"its constructor, called with its fields, makes another {name} or none"
-                )
-        return children, names, names
+    def make(children: Sequence[Any], _: Any = None) -> Any:
+        return cls(**dict(zip(names, children, strict=True)))
 
-    def make(children: Sequence[Any], names: Any) -> Any:
+    def differing(value: Any, again: Any) -> list[str]:
+        """The attributes in which the rebuilt dataclass differs; cached properties may."""
+        found = (n for n in {*fields, *getattr(value, "__dict__", ())} if hasattr(value, n))
+        kept = [n for n in found if not isinstance(getattr(cls, n, None), cached_property)]
+        pairs = [(n, getattr(value, n), getattr(again, n, _MISSING)) for n in kept]
+        return [n for n, left, right in pairs if not _is_same(left, right, made=n not in names)]
+
+    def open_(value: Any) -> tuple[Sequence[Any], Any, Any]:
+        children = [getattr(value, name, None) for name in names]
         try:
-            return cls(**dict(zip(names, children, strict=True)))
+            wrong = sorted({*names} - fields) or differing(value, make(children))
         except Exception as error:
-            raise _refused(
-                cls, f"its constructor fails when called with its fields: {error!r}"
-            ) from error
+            raise _refused(cls, f"its constructor fails: {error!r}") from error
+        if wrong:
+            raise _refused(cls, f"{wrong[0]} differs, or is none of its fields")
+        return children, None, names
 
     return open_, make
 
@@ -266,7 +233,7 @@ def _of_mapping(cls: type[Any]) -> tuple[_Open, _Make]:
             beside = {n: x for n, x in changed.items() if x is None or is_plain(x)}
             return list(items.values()), (tuple(items), beside), tuple(items)
         if _holds_tensor([items, attributes]):
-            raise _refused(cls, "called with a dict of its items, its class makes another one")
+            raise _refused(cls, "a dict of its items does not hold all of its tensors")
         return (), value, None  # for example settings: one value, which can't be sent
 
     def make(children: Sequence[Any], context: Any) -> Any:
@@ -287,8 +254,7 @@ _MISSING = object()
 def _is_same(left: Any, right: Any, *, made: bool = False) -> bool:
     """True if two attributes agree: one object, or containers of the same objects.
 
-    Of attributes that the constructor has ``made``, tensors of one shape agree, and unknown objects
-    of one class.
+    If the constructor has ``made`` them: tensors of one shape, and unknown objects of one class.
     """
     lefts, tree = optree.tree_flatten(left)
     rights, other = optree.tree_flatten(right)
@@ -312,20 +278,13 @@ def _holds_tensor(value: Any) -> bool:
 
 def _refused(cls: type[Any], why: str) -> BoundaryError:
     return BoundaryError(
-        f"a {cls.__qualname__} can't be split, moved or sent: {why}; use a dict, or register the "
+        f"a {cls.__qualname__} can't be split, moved or sent: its class, called with its fields or "
+        f"a dict of its items, does not make the same again ({why}); use a dict, or register the "
         "class with torch.utils._pytree.register_pytree_node"
     )
 
 
 # --- descriptions for other ranks ----------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Leaf:
-    """The place of the leaf of this index."""
-
-    index: int
-
 
 # Builtin classes, and those that this process has sent, found without a look into their modules.
 _seen_classes: dict[str, type[Any]] = {
@@ -334,40 +293,30 @@ _seen_classes: dict[str, type[Any]] = {
 
 
 def encode_tree(tree: optree.PyTreeSpec) -> Any:
-    """A structure as JSON values; leaves by index.
-
-    Raises:
-        BoundaryError: it holds a container that can't be described.
-    """
-    token = _outlining.set(True)
-    try:
-        outline = optree.tree_unflatten(tree, [_Leaf(i) for i in range(tree.num_leaves)])
-    finally:
-        _outlining.reset(token)
-    return _encode(outline)
-
-
-def _encode(node: Any) -> Any:
-    if node is None:
-        return None
-    if isinstance(node, _Leaf):
-        return node.index
-    if isinstance(node, _Outline):
-        context = _encode_context(node.cls, node.context)
-        items = [_encode(child) for child in node.children]
-        return {"class": _class_name(node.cls), "context": context, "items": items}
-    cls = type(node)
+    """A structure as JSON values; a leaf is 0."""
+    cls: Any = tree.type
+    level: Any = tree.one_level()
+    if tree.is_leaf() or cls is type(None):
+        return 0 if tree.is_leaf() else None
+    items = [encode_tree(child) for child in tree.children()]
+    node = {"class": _class_name(cls), "items": items}
+    if cls in _registered:
+        context = level.walk(items, lambda _, context, items: context)
+        return node | {"context": _encode_context(cls, context.value)}
     if cls in (dict, OrderedDict):
-        for key in node:
-            if type(key) not in (str, int):
-                raise BoundaryError(
-                    f"dict key {key!r} can't cross between stages; use str or int keys"
-                )
-        items = [_encode(value) for value in node.values()]
-        return {"class": _class_name(cls), "keys": list(node), "items": items}
-    if cls in (tuple, list) or hasattr(node, "_fields") or optree.is_structseq(node):
-        return {"class": _class_name(cls), "items": [_encode(item) for item in node]}
+        made: Any = level.unflatten(items)  # optree itself sorts the keys of a dict
+        if wrong := [key for key in made if type(key) not in (str, int)]:
+            raise BoundaryError(
+                f"dict key {wrong[0]!r} can't cross between stages; use str or int keys"
+            )
+        return node | {"keys": list(made), "items": list(made.values())}
+    if cls in (tuple, list) or _is_named_tuple(cls):
+        return node
     raise _not_sent(cls)
+
+
+def _is_named_tuple(cls: Any) -> bool:
+    return hasattr(cls, "_fields") or optree.is_structseq_class(cls)
 
 
 def _not_sent(cls: type[Any]) -> BoundaryError:
@@ -392,37 +341,33 @@ def _encode_context(cls: type[Any], context: Any) -> Any:
 
 
 def decode_tree(data: Any) -> optree.PyTreeSpec:
-    """The structure that ``encode_tree`` wrote, to be unflattened.
-
-    Raises:
-        BoundaryError: it names a class that this process has not imported.
-    """
+    """The structure that ``encode_tree`` wrote, of classes that this process has imported."""
     return optree.tree_structure(_decode(data), namespace=NAMESPACE)
 
 
 def _decode(node: Any) -> Any:
-    if node is None:
-        return None
-    if isinstance(node, int):
-        return object()  # optree treats a bare object as a leaf
+    if not isinstance(node, dict):
+        return node  # a leaf, or None
     cls, items = _find_class(node["class"]), [_decode(item) for item in node["items"]]
     if "keys" in node:
         return cls(zip(node["keys"], items, strict=True))
-    if "context" in node:
-        if cls not in _makers:
-            _register(cls)
-        tree, leaves = node["context"]
-        context = unflatten(decode_tree(tree), [decode_plain(leaf) for leaf in leaves])
-        return _Outline(cls, context, items)
     if cls in (tuple, list) or optree.is_structseq_class(cls):
         return cls(items)
-    # The class's own __new__ may check its items, which are none yet.
-    return tuple.__new__(cls, items)
-
-
-def _make_outlined(context: _Context, children: Sequence[Any]) -> Any:
-    cls, own = context.value
-    return _Outline(cls, own, children) if _outlining.get() else _makers[cls](children, own)
+    # Constructors may check their arguments, which are none yet: that of a builtin base does not.
+    new = next(
+        vars(base)["__new__"]
+        for base in cls.__mro__
+        if isinstance(vars(base).get("__new__"), BuiltinFunctionType)
+    )
+    if "context" not in node:
+        return new(cls, items)
+    if cls not in _registered:
+        _register(cls)
+    tree, leaves = node["context"]
+    context = unflatten(decode_tree(tree), [decode_plain(leaf) for leaf in leaves])
+    stand_in = new(cls)
+    _stand_ins[id(stand_in)] = stand_in, items, context
+    return stand_in
 
 
 def _class_name(cls: type[Any]) -> str:
@@ -439,8 +384,9 @@ def _find_class(name: str) -> type[Any]:
     found: Any = sys.modules.get(module_name)
     for part in path.split("."):
         found = getattr(found, part, None)
-    is_tuple = hasattr(found, "_fields") or optree.is_structseq_class(found)
-    if isinstance(found, type) and (is_tuple or _is_container(found) or found in _makers):
+    if isinstance(found, type) and (
+        _is_named_tuple(found) or _is_container(found) or found in _registered
+    ):
         return found
     raise BoundaryError(
         f"a stage sends a {name}, a class that this rank can't find; define it at the top level of "
@@ -449,12 +395,6 @@ def _find_class(name: str) -> type[Any]:
     )
 
 
-_register_node(
-    _Outline,
-    lambda outline: (outline.children, _Context((outline.cls, outline.context)), None),
-    _make_outlined,
-    namespace=NAMESPACE,
-)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", UserWarning)  # that it is a named tuple, too
     _register(PackedSequence)

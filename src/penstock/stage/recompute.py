@@ -15,29 +15,23 @@ from torch import Tensor, nn
 
 from penstock._torch_compat import buffers_of, version_of
 from penstock.errors import StageError
-from penstock.stage.rng import (
-    host_random_states,
-    random_state,
-    set_host_random_states,
-    set_random_state,
-)
+from penstock.stage.rng import random_states, set_random_states
 
 __all__ = ["RecomputeContext", "Recomputer"]
 
 _Place: TypeAlias = tuple[nn.Module, str]
-_LATE = "this forward wrote into {}, and the first one did not; don't recompute this stage"
 
 
 class Recomputer:
     """Makes the recompute contexts of one stage."""
 
     def __init__(self, device: torch.device) -> None:
-        self.devices = tuple(dict.fromkeys((torch.device("cpu"), device)))
-        self._module: nn.Module | None = None
+        self.device = device
         # The buffers that the forward writes into, and whether it writes into its inputs; None
         # before the first forward.
         self.written_buffers: set[_Place] | None = None
         self.writes_inputs: bool | None = None
+        self._module: nn.Module | None = None
 
     def record(self, module: nn.Module, inputs: Sequence[Tensor] = ()) -> RecomputeContext:
         """Record the state before a forward of ``module`` with the tensors ``inputs``."""
@@ -56,7 +50,7 @@ class RecomputeContext:
 
     def __init__(self, recomputer: Recomputer, module: nn.Module, inputs: Sequence[Tensor]) -> None:
         self._recomputer = recomputer
-        self._random = self._random_states()
+        self._random = random_states(recomputer.device)
         self._recorded = {
             (owner, name): (buffer, 0 if buffer is None else version_of(buffer))
             for owner in module.modules()
@@ -77,21 +71,11 @@ class RecomputeContext:
         }
 
     def close(self) -> None:
-        """End the recorded forward; copies of tensors that it did not write into are dropped.
-
-        Raises:
-            StageError: it wrote into a buffer or input that the first forward did not write into.
-        """
-        recomputer = self._recomputer
-        versions, self._versions = self._versions, []
-        written = {id(tensor) for tensor, version in versions if version_of(tensor) != version}
-        if recomputer.writes_inputs is None:
-            recomputer.writes_inputs = bool(written)
-        if written and not recomputer.writes_inputs:
-            raise StageError(_LATE.format("its inputs"))
-        self.written_inputs = {i: self.written_inputs[i] for i in written}
-        recorded, self._recorded = self._recorded, {}
+        """End the recorded forward; copies of tensors that it did not write into are dropped."""
+        recomputer, recorded, versions = self._recomputer, self._recorded, self._versions
+        self._recorded, self._versions = {}, []
         is_first = recomputer.written_buffers is None
+        written = {id(tensor) for tensor, version in versions if version_of(tensor) != version}
         changed: set[_Place] = set()
         reassigned: dict[_Place, Tensor | None] = {}
         for place, (buffer, version) in recorded.items():
@@ -106,16 +90,20 @@ class RecomputeContext:
             ):
                 changed.add(place)
         if recomputer.written_buffers is None:
-            recomputer.written_buffers = changed
-        if late := [name for _, name in changed - self._before.keys()]:
-            raise StageError(_LATE.format(f"the buffer {late[0]!r}"))
+            recomputer.written_buffers, recomputer.writes_inputs = changed, bool(written)
+        late = [f"the buffer {name!r}" for _, name in changed - self._before.keys()]
+        if late or (written and not recomputer.writes_inputs):
+            raise StageError(
+                f"this forward wrote into {late[0] if late else 'its inputs'}, and the first one "
+                "did not; don't recompute this stage"
+            )
+        self.written_inputs = {i: self.written_inputs[i] for i in written}
         known = recomputer.written_buffers
         self._before = reassigned | {p: b for p, b in self._before.items() if p in known}
 
     def restore(self, tensor: Tensor) -> Tensor:
         """An input's value before the recorded forward."""
-        found = self.written_inputs.get(id(tensor))
-        return tensor if found is None else found[0]
+        return self.written_inputs.get(id(tensor), (tensor,))[0]
 
     def __enter__(self) -> None:
         owners = {owner for owner, _ in self._before}
@@ -132,12 +120,6 @@ class RecomputeContext:
         self._before, self._now = {}, []
 
     def _swap_random_states(self) -> None:
-        now = self._random_states()
-        states, host = self._random
-        for device, state in zip(self._recomputer.devices, states, strict=True):
-            set_random_state(device, state)
-        set_host_random_states(host)
+        now = random_states(self._recomputer.device)
+        set_random_states(self._random)
         self._random = now
-
-    def _random_states(self) -> tuple[list[Tensor], Mapping[str, object]]:
-        return [random_state(device) for device in self._recomputer.devices], host_random_states()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -22,17 +22,9 @@ from torch import Tensor
 
 from penstock.stage.pytree import as_args
 
-__all__ = [
-    "RandomStream",
-    "draw_step_seed",
-    "host_random_states",
-    "microbatch_rng",
-    "random_state",
-    "seed_random_state",
-    "set_host_random_states",
-    "set_random_state",
-    "preserve_rng_state",
-]
+__all__ = ["RandomStream", "draw_step_seed", "host_random_states", "microbatch_rng"]
+__all__ += ["preserve_rng_state", "random_state", "random_states", "seed_random_state"]
+__all__ += ["set_random_state", "set_random_states"]
 
 # The kinds of devices that draw from the CPU's generator.
 _DRAWN_ON_HOST = ("cpu", "meta")
@@ -73,13 +65,13 @@ def microbatch_rng(
         >>> torch.equal(masked(), masked())
         True
     """
-    device = torch.device(device)
-    before = random_state(device)
-    _seed(device, step_seed, microbatch)
+    stream = RandomStream(torch.device(device), first=True, last=True)
+    stream.step_seed = step_seed
+    stream.begin(microbatch, ())
     try:
         yield
     finally:
-        set_random_state(device, before)
+        stream.leave()
 
 
 class RandomStream:
@@ -102,11 +94,13 @@ class RandomStream:
         """Set the generator to the state that comes last in ``args``; return the other ones."""
         self._before = random_state(self._device)
         if self._first:
-            _seed(self._device, self.step_seed, microbatch)
+            # Hashed: a sum would repeat the stream of another microbatch in a later step.
+            text = f"{self.step_seed}/{microbatch}".encode()
+            digest = hashlib.blake2b(text, digest_size=8).digest()
+            seed_random_state(self._device, int.from_bytes(digest) >> 1)
             return args
-        *own, state = args
-        set_random_state(self._device, state)
-        return tuple(own)
+        set_random_state(self._device, args[-1])
+        return args[:-1]
 
     def end(self, output: Any) -> Any:
         """The output of a forward, with the state of the stream appended."""
@@ -124,10 +118,7 @@ class RandomStream:
         self._before = None
 
 
-def _seed(device: torch.device, step_seed: int, microbatch: int) -> None:
-    # Hashed: a sum would repeat the stream of another microbatch in a later step.
-    digest = hashlib.blake2b(f"{step_seed}/{microbatch}".encode(), digest_size=8).digest()
-    seed_random_state(device, int.from_bytes(digest) >> 1)
+# --- generators ----------------------------------------------------------------------------------
 
 
 def random_state(device: torch.device) -> Tensor:
@@ -157,29 +148,36 @@ def seed_random_state(device: torch.device, seed: int) -> None:
         module.manual_seed(seed)
 
 
-def host_random_states() -> dict[str, Any]:
+def host_random_states() -> dict[Any, Any]:
     """The states of Python's ``random`` and, if imported, of NumPy's generator, by name."""
-    states: dict[str, Any] = {"random": random.getstate()}
+    states: dict[Any, Any] = {"random": random.getstate()}
     if "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state()
     return states
 
 
-def set_host_random_states(states: Mapping[str, Any]) -> None:
-    """Restore the states of ``host_random_states``."""
-    random.setstate(states["random"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
+def random_states(device: torch.device) -> dict[Any, Any]:
+    """The states of all generators of the device and the host."""
+    devices = {torch.device("cpu"), device}
+    return host_random_states() | {each: random_state(each) for each in devices}
+
+
+def set_random_states(states: dict[Any, Any]) -> None:
+    """Restore the states of ``random_states``."""
+    for source, state in states.items():
+        if source == "random":
+            random.setstate(state)
+        elif source == "numpy":
+            sys.modules["numpy"].random.set_state(state)
+        else:
+            set_random_state(source, state)
 
 
 @contextmanager
 def preserve_rng_state(device: torch.device) -> Iterator[None]:
     """Restore the generators of the device and the host at exit."""
-    states = host_random_states()
-    before = {place: random_state(place) for place in {torch.device("cpu"), device}}
+    states = random_states(device)
     try:
         yield
     finally:
-        for place, state in before.items():
-            set_random_state(place, state)
-        set_host_random_states(states)
+        set_random_states(states)

@@ -8,12 +8,25 @@ A forward produces detached tensors to send, and the autograd edges at which the
 A stage depends on neither schedules nor messages. All state of a microbatch is in the
 ``MicrobatchState`` that the caller passes; each field is set by one action and cleared by the one
 that consumes it, so that memory is held only for microbatches in flight.
+
+Where sequences are split into chunks, the module is called as ``module(*args, state=state)`` and
+returns ``(output, new_state)``. The state is a pytree of tensors and plain values, such as the keys
+and values of all chunks so far; None for the first chunk:
+
+    forward     chunk 0 ── state ──► chunk 1 ── state ──► chunk 2
+    backward    chunk 0 ◄── grads ── chunk 1 ◄── grads ── chunk 2
+
+Each chunk receives detached leaves, so that its backward ends there; their gradients are further
+roots of the previous chunk's backward.
 """
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,17 +34,24 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock._torch_compat import run_backward, version_of
+from penstock._torch_compat import run_backward, version_of, without_hooks
 from penstock.errors import BoundaryError, StageError
 from penstock.stage.boundary import BoundarySpec
 from penstock.stage.device_streams import indexed
-from penstock.stage.dtensor import DTensorMeta, find_mesh, unknown_mesh
+from penstock.stage.dtensor import DTensorMeta, find_mesh
 from penstock.stage.offload import ActivationOffload
-from penstock.stage.pytree import flatten
+from penstock.stage.pytree import flatten, is_plain, unflatten
 from penstock.stage.recompute import RecomputeContext
-from penstock.stage.sequence_state import SequenceState
+from penstock.stage.wrappers import unwrapped
 
-__all__ = ["MicrobatchState", "Stage"]
+__all__ = [
+    "MicrobatchState",
+    "SequenceState",
+    "Stage",
+    "detach_state",
+    "holding_back",
+    "takes_state",
+]
 
 
 class MicrobatchState:
@@ -77,6 +97,16 @@ class MicrobatchState:
         self.grads_present: tuple[bool, ...] = ()
 
 
+@dataclass(slots=True)
+class _Findings:
+    """What the first forward of a module has shown; dropped when another takes its place."""
+
+    module: nn.Module
+    writes: bool | None = None  # whether it may write into its inputs
+    undeferred: list[nn.Parameter] | None = None
+    compiled: Any = None  # of ``compiled_parts``
+
+
 class Stage:
     """One stage of a model.
 
@@ -99,8 +129,9 @@ class Stage:
         dw_builder: Callable[[], Callable[..., None]] | None = None,
         defers_weights: bool = True,
     ) -> None:
-        stage_index = _as_int("stage_index", stage_index)
-        num_stages = _as_int("num_stages", num_stages)
+        for name, number in (("stage_index", stage_index), ("num_stages", num_stages)):
+            if not hasattr(number, "__index__"):
+                raise StageError(f"{name} is {number!r}, expected a whole number")
         if not isinstance(submod, nn.Module):
             raise StageError(
                 f"stage {stage_index}: its module is {submod!r}, expected an nn.Module"
@@ -113,8 +144,8 @@ class Stage:
                 f"for num_stages={num_stages}"
             )
         self.submod = submod
-        self.stage_index = stage_index
-        self.num_stages = num_stages
+        self.stage_index = operator.index(stage_index)
+        self.num_stages = operator.index(num_stages)
         self.device = indexed(torch.device(device))
         self.dw_builder = dw_builder
         self.defers_weights = defers_weights and dw_builder is None
@@ -126,14 +157,10 @@ class Stage:
         self._meshes: dict[tuple[tuple[str, int], ...], Any] = {}
         on_cpu = self.device.type == "cpu"
         self._backward_from: Any = run_backward if on_cpu else torch.autograd.backward
-        # The module, the parameters of it that are not deferred, and its compiled parts.
-        self._deferral: tuple[nn.Module, list[nn.Parameter] | None, Any] | None = None
-        # The module, and whether it may write into its inputs; None before its first forward.
-        self._writes: tuple[nn.Module, bool] | None = None
-        # Inputs with their versions: those of a module's first forward, and, with their indices,
-        # those that shared memory in the previous stage.
-        self._first: list[tuple[Tensor, int]] = []
-        self._shared: list[tuple[int, int, Tensor, int]] = []
+        self._findings = _Findings(submod)
+        # Inputs with their versions: None for those of a module's first forward; indices for those
+        # that shared memory in the previous stage.
+        self._watched: list[tuple[Tensor, int, tuple[int, int] | None]] = []
 
     @property
     def is_first(self) -> bool:
@@ -160,46 +187,47 @@ class Stage:
         # In an evaluation there is no graph, though parameters that are sent on require grad.
         grad_slots = spec.grad_slots if torch.is_grad_enabled() else ()
         state.leaves = [tensors[i].requires_grad_() for i in grad_slots]
-        writes = self._writes
-        if writes is not None and writes[0] is not self.submod:
-            writes = self._writes = None
-        self._first = []
-        if state.leaves and (writes is None or writes[1]):
+        writes = self._found().writes
+        self._watched = []
+        if state.leaves and writes is not False:
             tensors = [alias(t) if t.requires_grad else t for t in tensors]
             if writes is None:
-                self._first = [(t, version_of(t)) for t in tensors if t.requires_grad]
-        if spec.shared:
-            pairs = (p for i, j in spec.shared for p in ((i, j), (j, i)))
-            watched = ((i, j, t) for i, j in pairs if not (t := tensors[i]).is_inference())
-            self._shared = [(i, j, t, version_of(t)) for i, j, t in watched]
+                self._watched = [(t, version_of(t), None) for t in tensors if t.requires_grad]
+        for i, j in spec.shared:
+            if not tensors[i].is_inference():
+                pairs = ((i, j), (j, i))
+                self._watched += [(tensors[p[0]], version_of(tensors[p[0]]), p) for p in pairs]
         return spec.arguments(tensors, self.mesh_of)
+
+    def _found(self) -> _Findings:
+        if self._findings.module is not self.submod:
+            self._findings = _Findings(self.submod)
+        return self._findings
 
     def _check_writes(self) -> None:
         """Learn from a module's first forward whether it writes into its inputs.
 
         Refuses a write into an input that shared memory with another one in the previous stage.
         """
-        first, self._first = self._first, []
-        shared, self._shared = self._shared, []
-        if first:
-            inplace = (getattr(m, "inplace", False) is True for m in self.submod.modules())
-            wrote = any(version_of(t) != version for t, version in first)
-            self._writes = (self.submod, wrote or any(inplace))
-        for one, other, tensor, version in shared:
-            if version_of(tensor) != version:
+        watched, self._watched = self._watched, []
+        written = [pair for tensor, version, pair in watched if version_of(tensor) != version]
+        if any(pair is None for *_, pair in watched):
+            inplace = any(getattr(m, "inplace", False) is True for m in self.submod.modules())
+            self._found().writes = inplace or None in written
+        for pair in written:
+            if pair is not None:
                 raise BoundaryError(
-                    f"the stage writes into tensor {one} of its inputs in place; it has memory in "
-                    f"common with tensor {other} in the stage before, which would not see the "
+                    f"the stage writes into tensor {pair[0]} of its inputs in place; it has memory "
+                    f"in common with tensor {pair[1]} in the stage before, which would not see the "
                     "write here: return a clone of one of them there, or don't write in place"
                 )
 
     def mesh_of(self, meta: DTensorMeta) -> Any:
         """The mesh of this stage over which a received DTensor is sharded."""
         if meta.mesh not in self._meshes:
-            if self.get_mesh is not None:
-                found = self.get_mesh(tuple(name for name, _ in meta.mesh), None)
-            else:
-                found = find_mesh(meta, self.submod.parameters()) or unknown_mesh(meta)
+            names = tuple(name for name, _ in meta.mesh)
+            params = self.submod.parameters()
+            found = self.get_mesh(names, None) if self.get_mesh else find_mesh(meta, params)
             self._meshes[meta.mesh] = found
         return self._meshes[meta.mesh]
 
@@ -216,7 +244,7 @@ class Stage:
             output = self._forward_deferring(state, args, kwargs)
         else:
             output = self.submod(*args, **kwargs)
-        if self._first or self._shared:
+        if self._watched:
             self._check_writes()
         return output
 
@@ -233,19 +261,17 @@ class Stage:
         # Imported here, since few schedules defer weight gradients.
         from penstock.stage.weight_grad import DeferredGrads, compiled_parts, find_undeferred
 
-        known = self._deferral
-        if known is None or known[0] is not self.submod:
-            known = (self.submod, None, compiled_parts(self.submod))
-        _, undeferred, compiled = known
-        state.work = deferred = DeferredGrads(undeferred or (), compiled)
+        known = self._found()
+        if known.compiled is None:
+            known.compiled = compiled_parts(self.submod)
+        state.work = deferred = DeferredGrads(known.undeferred or (), known.compiled)
         with deferred:
             output = self.submod(*args, **kwargs)
-        if undeferred is None:
+        if known.undeferred is None:
             # Parameters whose gradients I computes anyway: later forwards defer none of their
             # uses, or their hooks would fire twice. A module's uses stay the same.
-            undeferred = find_undeferred(flatten(output)[0], self.submod.parameters())
-            deferred.note_undeferred(undeferred)
-            self._deferral = (self.submod, undeferred, compiled)
+            known.undeferred = find_undeferred(flatten(output)[0], self.submod.parameters())
+            deferred.note_undeferred(known.undeferred)
         return output
 
     def leave(self, state: MicrobatchState, output: Any, spec: BoundarySpec) -> None:
@@ -267,23 +293,22 @@ class Stage:
     def backward(self, state: MicrobatchState, grads: Sequence[Tensor | None]) -> None:
         """Full backward of a microbatch, from a gradient, or None, for each of its roots."""
         self._run_backward(state, grads)
-        if self.dw_builder is not None:
-            self._built_work()()
+        self._built_work()()
 
     def input_grad(self, state: MicrobatchState, grads: Sequence[Tensor | None]) -> None:
         """Input gradients of a microbatch; ``weight_grad`` computes its weight gradients."""
         deferred = state.work
         if deferred is not None:  # recorded by the forward
-            with deferred, deferred.holding_undeferred():
+            with deferred, holding_back(deferred.mixed) as held:
                 self._run_backward(state, grads)
+            deferred.add_computed(held)
             state.work = deferred.accumulate
         elif self._leaves_all_to_w(state):
             state.grads_to_send = ()
             state.work = partial(self._run_backward, state, grads)
         else:
             self._run_backward(state, grads)
-            computed = self.dw_builder is None  # all gradients, by I
-            state.work = (lambda: None) if computed else self._built_work()
+            state.work = self._built_work()
 
     def weight_grad(self, state: MicrobatchState) -> None:
         """Weight gradients of a microbatch, after its input gradients."""
@@ -291,8 +316,9 @@ class Stage:
         work()
 
     def _built_work(self) -> Callable[..., None]:
-        """The user's callable for the weight gradients of the last backward."""
-        assert self.dw_builder is not None
+        """The user's callable for the weight gradients of the last backward; or an empty one."""
+        if self.dw_builder is None:
+            return _no_work
         work = self.dw_builder()
         if not callable(work):
             raise StageError(
@@ -313,11 +339,28 @@ class Stage:
         state.grads_to_send = [leaf.grad for leaf in leaves]
 
 
-def _as_int(name: str, number: object) -> int:
+@contextmanager
+def holding_back(parameters: Iterable[nn.Parameter]) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
+    """Fill a list with the gradients that a backward in this block computes for ``parameters``.
+
+    ``.grad`` stays, and hooks do not run.
+    """
+    before = [(param, param.grad) for param in parameters if param.requires_grad]
+    held: list[tuple[nn.Parameter, Tensor]] = []
+    for param, _ in before:
+        param.grad = None
     try:
-        return operator.index(number)  # type: ignore[arg-type]
-    except TypeError:
-        raise StageError(f"{name} is {number!r}, expected a whole number") from None
+        with without_hooks(*(param for param, _ in before)):
+            yield held
+    finally:
+        for param, grad in before:
+            if param.grad is not None:
+                held.append((param, param.grad))
+            param.grad = grad
+
+
+def _no_work() -> None:
+    """W of a backward that has computed all gradients."""
 
 
 def alias(leaf: Tensor) -> Tensor:
@@ -334,3 +377,56 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0]
+
+
+# --- chunks of sequences -------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """The state that one chunk passes to the next."""
+
+    value: Any  # detached; None once the next chunk has taken it
+    leaves: Sequence[Tensor]  # its tensors that take gradients, as the next chunk sees them
+    edges: Sequence[GradientEdge]  # of the same tensors in this chunk's graph
+
+    def take(self) -> Any:
+        """Return the value once, which transfers its memory to the next chunk."""
+        value, self.value = self.value, None
+        return value
+
+    def grads(self) -> list[Tensor | None]:
+        """The gradients of the leaves after the next chunk's backward; None where unused."""
+        return [leaf.grad for leaf in self.leaves]
+
+
+def detach_state(returned: Any) -> tuple[Any, SequenceState]:
+    """Split a module's return value into its output and a detached state."""
+    if type(returned) is not tuple or len(returned) != 2:
+        what = f"{len(returned)} values" if type(returned) is tuple else type(returned).__name__
+        raise StageError(
+            f"the module returned {what}, expected (output, state): where sequences are split "
+            "into chunks, a stage also returns the state for the next chunk"
+        )
+    output, state = returned
+    values, tree = flatten(state)
+    edges: list[GradientEdge] = []
+    leaves: list[Tensor] = []
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor):
+            values[i] = value.detach()
+            if value.requires_grad:
+                leaves.append(values[i].requires_grad_())
+                edges.append(get_gradient_edge(value))
+        elif not is_plain(value):
+            # Tensors hidden in it would tie the backwards of both chunks together.
+            raise StageError(
+                f"the state holds a {type(value).__qualname__}, expected tensors, numbers, "
+                "strings, None and containers of these"
+            )
+    return output, SequenceState(unflatten(tree, values), leaves, edges)
+
+
+def takes_state(module: nn.Module) -> bool:
+    """True if the forward of a module, wrapped (DDP, compiled) or not, accepts ``state``."""
+    return "state" in inspect.signature(unwrapped(module).forward).parameters

@@ -13,15 +13,14 @@ outcome says so: a test of hangs can't hang.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import socket
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,9 +43,7 @@ _IMPORTED = (
     "torch.distributed.fsdp",
     "torch.export",
 )
-# A file of this name signals that all ranks have finished.
-OVER = "over"
-MAX_STAY_S = 20.0
+_ENDING_S = 20.0  # the time that a process which has reported waits for the others, and to end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +58,10 @@ class Outcome:
         exit_code: the process's exit code; None where it had to be ended.
     """
 
-    value: Any
-    error_type: str | None
-    message: str
-    elapsed_s: float
+    value: Any = None
+    error_type: str | None = None
+    message: str = ""
+    elapsed_s: float = 0.0
     exit_code: int | None
 
     def result(self) -> Any:
@@ -95,31 +92,19 @@ def run_ranks(work: Work, num_ranks: int, *args: Any, timeout_s: float = 60) -> 
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))
     port = _free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_main, args=(work, rank, num_ranks, port, folder, args))
-            for rank in range(num_ranks)
-        ]
-        for process in processes:
-            process.start()
-        _await(processes, Path(folder), time.monotonic() + timeout_s)
-        outcomes = []
-        for rank, process in enumerate(processes):
-            hung = process.is_alive()
-            if hung:
-                process.kill()
-                process.join()
-            outcomes.append(_read(Path(folder), rank, None if hung else process.exitcode))
-    return outcomes
-
-
-def _await(processes: list[Any], folder: Path, deadline: float) -> None:
-    """Wait until all processes have ended, and signal to them when all ranks have finished."""
-    while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
-        ended = [(folder / f"{r}.pt").exists() for r in range(len(processes))]
-        if all(e or not p.is_alive() for e, p in zip(ended, processes, strict=True)):
-            (folder / OVER).touch()
-        time.sleep(0.01)
+    processes, connections = [], []
+    for rank in range(num_ranks):
+        here, there = context.Pipe()
+        own = (there, work, rank, num_ranks, port, args)
+        processes.append(context.Process(target=_main, args=own))
+        connections.append(here)
+        processes[-1].start()
+        there.close()
+    deadline = time.monotonic() + timeout_s
+    reports = [_report(connection, deadline) for connection in connections]
+    for connection in connections:
+        connection.close()  # by which a rank knows that all have ended
+    return [_outcome(*each) for each in zip(processes, reports, strict=True)]
 
 
 def _free_port() -> int:
@@ -129,19 +114,32 @@ def _free_port() -> int:
     return port
 
 
-def _read(folder: Path, rank: int, exit_code: int | None) -> Outcome:
-    path = folder / f"{rank}.pt"
-    if exit_code is None or not path.exists():
-        message = "still running at the deadline" if exit_code is None else "died"
-        return Outcome(
-            value=None, error_type="Died", message=message, elapsed_s=0.0, exit_code=exit_code
-        )
+def _report(connection: Any, deadline: float) -> bytes | None:
+    """A process's report; empty if it died, None if it is still running at the deadline."""
+    try:
+        reported = connection.poll(max(0.0, deadline - time.monotonic()))
+        report: bytes | None = connection.recv_bytes() if reported else None
+    except (EOFError, ConnectionResetError):
+        return b""
+    return report
+
+
+def _outcome(process: Any, report: bytes | None) -> Outcome:
+    process.join(0 if report is None else _ENDING_S)
+    hung = process.is_alive()
+    if hung:
+        process.kill()
+        process.join()
+    exit_code = None if hung else process.exitcode
+    if hung or not report:
+        message = "still running at the deadline" if hung else "died"
+        return Outcome(error_type="Died", message=message, exit_code=exit_code)
     # weights_only: only tensors and plain values are unpickled.
-    return Outcome(**torch.load(path, weights_only=True), exit_code=exit_code)
+    return Outcome(**torch.load(io.BytesIO(report), weights_only=True), exit_code=exit_code)
 
 
 def _main(
-    work: Work, rank: int, num_ranks: int, port: int, folder: str, args: tuple[Any, ...]
+    connection: Any, work: Work, rank: int, num_ranks: int, port: int, args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(
@@ -160,12 +158,9 @@ def _main(
         error_type, message = type(error).__name__, f"{error}\n{traceback.format_exc()}"
     outcome = {"value": value, "error_type": error_type, "message": message}
     outcome["elapsed_s"] = time.monotonic() - start
-    path = Path(folder) / f"{rank}.pt"
-    torch.save(outcome, path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").rename(path)
-    # Rank 0 hosts the store, so it stays alive until the other ranks have read their values.
-    waited = time.monotonic()
-    while not (Path(folder) / OVER).exists() and time.monotonic() - waited < MAX_STAY_S:
-        time.sleep(0.01)
+    report = io.BytesIO()
+    torch.save(outcome, report)
+    connection.send_bytes(report.getvalue())
+    connection.poll(_ENDING_S)  # rank 0 hosts the store, and stays until the others are done
     if error_type is None:
         dist.destroy_process_group()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from penstock._torch_compat import children_of, has_no_forward
-from penstock.compat.traced_stage import TracedStage, build_stage
+from penstock.compat.stage import TracedStage, build_stage
 from penstock.errors import PartitionError
 from penstock.partition.export.capture import CONSTANTS, Captured, capture
 from penstock.partition.export.graph_cut import (

@@ -2,34 +2,60 @@
 
     records ──formulas──► sums per weight ──► AccumulateGrad, and the hooks on it
 
+A formula takes what the forward saved (a tensor, and further arguments), the weights, and the
+gradient of the operation's result. It returns a new tensor per weight, equal to autograd's bit for
+bit on the CPU in float32. Formulas run under no_grad.
+
 A parameter gets its gradient once, with its last contribution, in batches of about a megabyte: the
 gradients of a large stage never exist all at once beside ``.grad``. Weights computed from
 parameters go last, with these parameters, in one backward pass.
+
+Shapes: B batch or experts, M rows (all leading dimensions as one), K inputs, N outputs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from penstock._torch_compat import run_backward, version_of
 from penstock.errors import StageError
-from penstock.stage.weight_grad.formulas import Expression, Formula, Weight
 
-__all__ = ["CannotDeferError", "Record", "accumulate", "refuse"]
-
-# (formula, weights, saved tensor, its version, further arguments, gradients of the result). A plain
-# tuple: one is made per operation and microbatch, on the hot path.
-Record: TypeAlias = tuple[Formula, tuple[Weight, ...], Tensor | None, int, Any, Any]
+__all__ = ["CannotDeferError", "Expression", "Formula", "Record", "Weight", "accumulate", "refuse"]
 
 # A larger batch does not fit what the allocator keeps at hand: with 32 MiB, a W of width 512 takes
 # a sixth longer than with 1 MiB.
 _BATCH_NUMBERS = 1 << 18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expression:
+    """A tensor computed from parameters alone, such as ``p.T`` or ``p * 0.5``.
+
+    Its gradient enters the graph to the parameters at ``edge``; ``leaves`` are their ids.
+    """
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    leaves: frozenset[int]
+
+
+Weight: TypeAlias = Parameter | Expression
+Weights: TypeAlias = tuple[Weight, ...]
+WeightGrads: TypeAlias = tuple[Tensor, ...]
+Formula: TypeAlias = Callable[[Any, Any, Weights, Tensor], WeightGrads]
+# (formula, weights, saved tensor, its version, further arguments, gradients of the result). A plain
+# tuple: one is made per operation and microbatch, on the hot path.
+Record: TypeAlias = tuple[Formula, tuple[Weight, ...], Tensor | None, int, Any, Any]
 
 
 class CannotDeferError(StageError):
@@ -51,32 +77,21 @@ def accumulate(records: list[Record]) -> None:
 
     The records, in the order of the forward, are emptied from the end, so that the tensors of each
     are freed as they are used.
-
-    Raises:
-        StageError: a tensor that a weight gradient needs was changed in place since the forward.
     """
-    weights = [weight for record in records for weight in record[1]]
-    uses = Counter(map(id, weights))
+    uses: Counter[int] = Counter()
     through_graph: set[int] = set()
-    for weight in weights:
-        if type(weight) is Expression:
-            through_graph |= {id(weight), *weight.leaves}
-    summed = through_graph | {key for key, count in uses.items() if count > 1}
-    del weights
+    for record in records:
+        for weight in record[1]:
+            uses[id(weight)] += 1
+            if type(weight) is Expression:
+                through_graph |= {id(weight), *weight.leaves}
     sums: dict[int, Tensor] = {}
-    parameters: list[Any] = []
-    totals: list[Tensor] = []
+    ready: list[tuple[Any, Tensor]] = []
     roots: list[tuple[Weight, Tensor]] = []
     num_numbers = 0
     while records:
-        used, parts = _contribution(records.pop())
-        if summed.isdisjoint(map(id, used)):
-            if parts:
-                parameters += used
-                totals += parts
-                num_numbers += parts[0].numel()  # a bias is never larger
-            used = ()
-        for index, weight in enumerate(used):
+        weights, parts = _contribution(records.pop())
+        for index, weight in enumerate(weights):
             key = id(weight)
             uses[key] -= 1
             total = sums.pop(key, None)
@@ -89,15 +104,14 @@ def accumulate(records: list[Record]) -> None:
             elif key in through_graph:
                 roots.append((weight, total))
             else:
-                parameters.append(weight)
-                totals.append(total)
+                ready.append((weight, total))
                 num_numbers += total.numel()
             del total
         del parts
         if num_numbers > _BATCH_NUMBERS:
-            _hand_over(parameters, totals)
+            _hand_over(ready)
             num_numbers = 0
-    _hand_over(parameters, totals)
+    _hand_over(ready)
     # One backward pass from expressions to their parameters, and these themselves.
     pairs: list[tuple[Any, Tensor]] = [
         (weight.edge if isinstance(weight, Expression) else weight, total)
@@ -135,21 +149,18 @@ def _added(total: Tensor, part: Tensor, weight: Weight) -> Tensor:
     return total.to(weight.dtype) + part.to(weight.dtype)
 
 
-def _hand_over(parameters: list[Any], totals: list[Tensor]) -> None:
-    """Accumulate into parameters, and empty both lists."""
-    if any(p.grad is None or not p.requires_grad for p in parameters):
-        live = [i for i, p in enumerate(parameters) if p.requires_grad]  # others: frozen since F
-        parameters[:] = [parameters[i] for i in live]
-        totals[:] = [totals[i] for i in live]
-        if live:
-            with torch.enable_grad():
-                root = _FirstGrads.apply(totals, *parameters)  # type: ignore[no-untyped-call]
-            torch.autograd.backward((root,), (root.detach(),))
+def _hand_over(ready: list[tuple[Any, Tensor]]) -> None:
+    """Accumulate gradients into their parameters; the list is emptied."""
+    parameters = [param for param, _ in ready if param.requires_grad]  # others: frozen since F
+    totals = [total for param, total in ready if param.requires_grad]
+    ready.clear()
+    if any(param.grad is None for param in parameters):
+        with torch.enable_grad():
+            root = _FirstGrads.apply(totals, *parameters)  # type: ignore[no-untyped-call]
+        torch.autograd.backward((root,), (root.detach(),))
     elif parameters:
         backward = run_backward if parameters[0].is_cpu else torch.autograd.backward
         backward(parameters, totals)
-    parameters.clear()
-    totals.clear()
 
 
 class _FirstGrads(torch.autograd.Function):
@@ -170,3 +181,61 @@ class _FirstGrads(torch.autograd.Function):
         totals = tuple(ctx.totals)
         ctx.totals.clear()
         return (None, *totals)
+
+
+# --- formulas ------------------------------------------------------------------------------------
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def _with_bias(w_grad: Tensor, weights: Weights, grad: Tensor) -> WeightGrads:
+    """The gradients of a weight and, if there is one, of a bias that was broadcast."""
+    if len(weights) == 1:
+        return (w_grad,)
+    shape = weights[1].shape
+    return w_grad, grad.clone() if grad.shape == shape else grad.sum_to_size(shape)
+
+
+def linear(saved: Tensor, row_major: bool, weights: Weights, grad: Tensor) -> WeightGrads:
+    """``x_MK @ w_NK.T + b_N``; ``row_major`` is how ``w`` lies in memory."""
+    grad_MN, x_MK = _rows(grad), _rows(saved)
+    w_grad = grad_MN.t().mm(x_MK) if row_major else x_MK.t().mm(grad_MN).t()
+    return (w_grad,) if len(weights) == 1 else (w_grad, grad_MN.sum(0))
+
+
+def matmul(saved: Tensor, row_major: bool, weights: Weights, grad: Tensor) -> WeightGrads:
+    """``x_MK @ w_KN``, or ``b + x_MK @ w_KN`` with ``b`` as the second weight."""
+    grad_MN, x_MK = _rows(grad), _rows(saved)
+    w_grad = x_MK.t().mm(grad_MN) if row_major else grad_MN.t().mm(x_MK).t()
+    return _with_bias(w_grad, weights, grad_MN)
+
+
+def left_matmul(saved: Tensor, row_major: bool, weights: Weights, grad: Tensor) -> WeightGrads:
+    """``w_MK @ x_KN``."""
+    return (grad.mm(saved.t()) if row_major else saved.mm(grad.t()).t(),)
+
+
+def batched_matmul(saved: Tensor, _: Any, weights: Weights, grad: Tensor) -> WeightGrads:
+    """``x_BMK @ w_BKN``, or ``b + x_BMK @ w_BKN`` with ``b`` as the second weight."""
+    return _with_bias(saved.transpose(1, 2).bmm(grad), weights, grad)
+
+
+def conv(saved: Tensor, options: tuple[Any, ...], weights: Weights, grad: Tensor) -> WeightGrads:
+    """A convolution; ``options`` are the other arguments of ``aten.convolution_backward``."""
+    _, *grads = torch.ops.aten.convolution_backward.default(grad, saved, *options)
+    return tuple(grads[: len(weights)])
+
+
+def embedding(
+    saved: Tensor, options: tuple[int, bool], weights: Weights, grad: Tensor
+) -> WeightGrads:
+    """Rows looked up by ``saved``; ``options`` are the padding index and scale by frequency."""
+    num_rows = weights[0].shape[0]
+    return (torch.ops.aten.embedding_dense_backward.default(grad, saved, num_rows, *options),)
+
+
+def proxy_grads(saved: None, _: Any, weights: Weights, grad: Tensor) -> WeightGrads:
+    """An operation without a formula: autograd has computed the gradient in I."""
+    return (grad,)

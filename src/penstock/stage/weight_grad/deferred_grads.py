@@ -24,10 +24,10 @@ Custom autograd functions and compiled regions are left to autograd, which adds 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, cast
 
+import optree
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
@@ -45,12 +45,18 @@ from penstock._torch_compat import (
     push_mode,
     saved_tensor_hooks_active,
     version_of,
-    without_hooks,
     without_modes,
     without_override_check,
 )
-from penstock.stage.weight_grad.accumulate import Record, accumulate, refuse
-from penstock.stage.weight_grad.formulas import Expression, Formula, Weight, proxy_grads
+from penstock.stage.weight_grad.accumulate import (
+    Expression,
+    Formula,
+    Record,
+    Weight,
+    accumulate,
+    proxy_grads,
+    refuse,
+)
 
 __all__ = ["HANDLERS", "DeferredGrads", "compiled_parts", "find_undeferred"]
 
@@ -60,12 +66,8 @@ Kwargs: TypeAlias = dict[str, Any]
 Handler: TypeAlias = "Callable[[DeferredGrads, Func, Args, Kwargs], Any]"
 """Runs one call of an operation in the active mode."""
 
-HANDLERS: dict[Any, Handler] = {}
-
-
-def passed(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operation that is irrelevant to gradients."""
-    return func(*args, **kwargs)
+# The handlers of operations; None for those that are irrelevant to gradients.
+HANDLERS: dict[Any, Handler | None] = {}
 
 
 class DeferredGrads(TorchFunctionMode):
@@ -78,24 +80,12 @@ class DeferredGrads(TorchFunctionMode):
     Attributes:
         records: a record per operation; None until I has recomputed its checkpointed region.
         expressions: the tensors computed from weights alone, by their place in the graph.
+        mixed: parameters with some uses deferred and some not: the gradients that I computes for
+            them are held back, since hooks must see one gradient, that of all uses.
 
     Raises:
         CannotDeferError: (in the forward) the module differentiates with ``create_graph=True``,
             or with respect to a parameter, inside its own forward.
-
-    Example:
-        >>> linear = torch.nn.Linear(2, 1, bias=False)
-        >>> x = torch.ones(1, 2, requires_grad=True)
-        >>> deferred = DeferredGrads()
-        >>> with deferred:
-        ...     y = linear(x)
-        >>> with deferred:
-        ...     torch.autograd.backward([y], [torch.ones(1, 1)])
-        >>> linear.weight.grad is None, x.grad is None
-        (True, False)
-        >>> deferred.accumulate()
-        >>> linear.weight.grad
-        tensor([[1., 1.]])
     """
 
     def __init__(
@@ -108,27 +98,28 @@ class DeferredGrads(TorchFunctionMode):
         self.proxies: list[tuple[Weight, Tensor]] = []
         self._latest_proxies: dict[int, Tensor] = {}  # by the weight's id
         self.running: set[Func] = set()  # functions whose bodies are running in the mode
-        self._num_passes = 0  # 1 after F, 2 after I
+        self.num_passes = 0  # 1 after F, 2 after I
         self._depth = 0
         self._undeferred = frozenset(map(id, undeferred))
-        # Parameters with some uses deferred and some not, see ``holding_undeferred``.
-        self._mixed: Sequence[Parameter] = ()
+        self.mixed: Sequence[Parameter] = ()
         self._compiled = compiled
 
     def __torch_function__(
         self, func: Func, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """Run ``func``, deferring its weight gradients if it takes a weight."""
-        handler = HANDLERS.get(func)
-        if handler is None and self._may_hold_weight((*args, *kwargs.values()) if kwargs else args):
-            handler = generic
-        if handler is None or handler is passed:
+        handler = HANDLERS.get(func, generic)
+        if handler is generic and not self._may_hold_weight(
+            (*args, *kwargs.values()) if kwargs else args
+        ):
+            handler = None
+        if handler is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         return handler(self, func, args, kwargs or {})
 
     def __enter__(self) -> DeferredGrads:
         if not self._depth:
-            if self._num_passes == 1:
+            if self.num_passes == 1:
                 self._drop_late_grads()
             for call in self._compiled:
                 call.replace()
@@ -142,12 +133,7 @@ class DeferredGrads(TorchFunctionMode):
         if not self._depth:
             for call in self._compiled:
                 call.restore()
-            self._num_passes += 1
-
-    @property
-    def is_forwarded(self) -> bool:
-        """True after the forward, until W."""
-        return self._num_passes > 0
+            self.num_passes += 1
 
     # --- weights -----------------------------------------------------------------------------
 
@@ -158,17 +144,16 @@ class DeferredGrads(TorchFunctionMode):
         tensors at the same place of the graph, or leaves with a parameter's place. Taken for no
         weights, operations would save other tensors than in the forward.
         """
-        kind = type(value)
-        if kind is Parameter:
-            return value if value.requires_grad and id(value) not in self._undeferred else None  # type: ignore[attr-defined, return-value]
-        if kind is not Tensor or not (self.expressions or self._num_passes):
+        if type(value) is Parameter:
+            deferred = value.requires_grad and id(value) not in self._undeferred
+            return value if deferred else None
+        if type(value) is not Tensor or not (self.expressions or self.num_passes):
             return None
-        assert isinstance(value, Tensor)
         if not value.requires_grad:
             return None
         if value.grad_fn is not None:
             return self.expressions.get((value.grad_fn, value.output_nr))
-        if self._num_passes and saved_tensor_hooks_active() and deferrable_now():
+        if self.num_passes and saved_tensor_hooks_active() and deferrable_now():
             owner = getattr(get_gradient_edge(value).node, "variable", None)
             return self.weight(owner) if type(owner) is Parameter else None
         return None
@@ -180,7 +165,7 @@ class DeferredGrads(TorchFunctionMode):
             if kind is Parameter:
                 return True
             if kind is Tensor:
-                if (self.expressions or self._num_passes) and self.weight(arg) is not None:
+                if (self.expressions or self.num_passes) and self.weight(arg) is not None:
                     return True
             # Sizes and dimensions come in lists as well.
             elif kind is dict or (
@@ -189,21 +174,17 @@ class DeferredGrads(TorchFunctionMode):
                 return True
         return False
 
-    def express(self, result: object, sources: Iterable[Weight]) -> None:
+    def express(self, result: Any, sources: Iterable[Weight]) -> None:
         """Take the tensors in ``result``, computed from ``sources`` alone, as weights."""
-        if isinstance(result, (tuple, list)):
-            for item in result:
-                self.express(item, sources)
-        elif type(result) is Tensor and result.grad_fn is not None:
-            leaves: frozenset[int] = frozenset().union(
-                *(w.leaves if isinstance(w, Expression) else {id(w)} for w in sources)
-            )
-            self.expressions[result.grad_fn, result.output_nr] = Expression(
-                edge=get_gradient_edge(result),
-                shape=result.shape,
-                dtype=result.dtype,
-                leaves=leaves,
-            )
+        leaves = frozenset(_leaf_ids(sources))
+        for each in optree.tree_leaves(result):
+            if type(each) is Tensor and each.grad_fn is not None:
+                self.expressions[each.grad_fn, each.output_nr] = Expression(
+                    edge=get_gradient_edge(each),
+                    shape=each.shape,
+                    dtype=each.dtype,
+                    leaves=leaves,
+                )
 
     # --- records -----------------------------------------------------------------------------
 
@@ -220,10 +201,10 @@ class DeferredGrads(TorchFunctionMode):
         ``saved`` is the tensor that the formula needs, checked for in-place changes in W; ``extra``
         its further arguments. Returns ``result``, or its data with a node of their own.
         """
+        saved = saved.detach()  # shares data and version, holds no graph
         if result.requires_grad and not is_view(result) and not saved_tensor_hooks_active():
             grads: list[Any] = []
             observe_grad(result, grads.append)
-            saved = saved.detach()  # shares data and version, holds no graph
             self.records.append((formula, weights, saved, version_of(saved), extra, grads))
             return result
         # A node of our own, where there is none to hook: the inputs need no gradient; the result
@@ -231,7 +212,7 @@ class DeferredGrads(TorchFunctionMode):
         # (checkpointing), and x has to as well.
         self.records.append(None)
         place = (self, len(self.records) - 1, formula, weights, extra)
-        recorded: Tensor = _RecordInBackward.apply(_ANCHOR, result, saved.detach(), place)  # type: ignore[no-untyped-call]
+        recorded: Tensor = _RecordInBackward.apply(_ANCHOR, result, saved, place)  # type: ignore[no-untyped-call]
         return recorded
 
     def proxy(self, weight: Weight, tensor: Tensor) -> Tensor:
@@ -265,35 +246,13 @@ class DeferredGrads(TorchFunctionMode):
     def note_undeferred(self, parameters: Iterable[Parameter]) -> None:
         """Note the parameters that ``find_undeferred`` found in this forward."""
         weights = [weight for record in self.records if record for weight in record[1]]
-        deferred: set[int] = set()
-        for weight in (*weights, *(weight for weight, _ in self.proxies)):
-            deferred |= weight.leaves if isinstance(weight, Expression) else {id(weight)}
+        deferred = _leaf_ids([*weights, *(weight for weight, _ in self.proxies)])
         unknown = None in self.records  # its weights are known with the gradient only
-        self._mixed = [p for p in parameters if unknown or id(p) in deferred]
+        self.mixed = [p for p in parameters if unknown or id(p) in deferred]
 
-    def holding_undeferred(self) -> AbstractContextManager[None]:
-        """Stash the gradients that action I computes for undeferred parameters; W accumulates them.
-
-        Other uses of these parameters are deferred in this microbatch already, and hooks must see
-        one gradient, that of all uses.
-        """
-        return self._holding() if self._mixed else nullcontext()
-
-    @contextmanager
-    def _holding(self) -> Iterator[None]:
-        before = [param.grad for param in self._mixed]
-        with ExitStack() as stack:
-            for param in self._mixed:
-                param.grad = None
-                stack.enter_context(without_hooks(param))
-            try:
-                yield
-            finally:
-                for param, grad in zip(self._mixed, before, strict=True):
-                    if param.grad is not None:
-                        record = (proxy_grads, (param,), None, 0, None, [param.grad])
-                        self.records.append(record)
-                    param.grad = grad
+    def add_computed(self, grads: Iterable[tuple[Weight, Tensor]]) -> None:
+        """Record gradients that autograd has computed in I, to be accumulated in W."""
+        self.records += [(proxy_grads, (weight,), None, 0, None, [g]) for weight, g in grads]
 
     # --- W -----------------------------------------------------------------------------------
 
@@ -308,19 +267,23 @@ class DeferredGrads(TorchFunctionMode):
 
         Hooks on parameters, DDP's among them, run here, once per parameter.
         """
-        self._num_passes = 0
-        self._mixed = ()
+        self.num_passes = 0
+        self.mixed = ()
+        self.add_computed((w, proxy.grad) for w, proxy in self.proxies if proxy.grad is not None)
         records = [record for record in self.records if record and record[5]]
-        records += [
-            (proxy_grads, (weight,), None, 0, None, [proxy.grad])
-            for weight, proxy in self.proxies
-            if proxy.grad is not None
-        ]
         self.records = []
         self.proxies.clear()
         self._latest_proxies.clear()
         self.expressions.clear()
         accumulate(records)
+
+
+def _leaf_ids(weights: Iterable[Weight]) -> set[int]:
+    """The ids of the parameters that weights are, or are computed from."""
+    found: set[int] = set()
+    for weight in weights:
+        found |= weight.leaves if isinstance(weight, Expression) else {id(weight)}
+    return found
 
 
 # Makes the result of _RecordInBackward need a gradient; gets none.
@@ -358,18 +321,19 @@ class _RecordInBackward(torch.autograd.Function):
 
 def generic(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run any operation so that the gradient of every weight in its arguments is right."""
-    weights: list[Weight] = []
-    others: list[Tensor] = []
-    _collect(deferred, (args, kwargs), weights, others)
+    leaves: list[Any] = optree.tree_leaves(cast(Any, (args, kwargs)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    weights = [w for w in map(deferred.weight, tensors) if w is not None]
     if not weights or not deferrable_now():
         return func(*args, **kwargs)
     if args and deferred.weight(args[0]) is not None and _changes_in_place(func, kwargs):
         return func(*args, **kwargs)
-    if not others and not saved_tensor_hooks_active():
+    has_others = len(tensors) > len(weights)
+    if not has_others and not saved_tensor_hooks_active():
         result = func(*args, **kwargs)
         deferred.express(result, weights)
         return result
-    twin = twin_of(func) if others else None
+    twin = twin_of(func) if has_others else None
     # A function may dispatch to the mode again from a helper, as torch.meshgrid does.
     if twin is None or func in deferred.running:
         return substitute(deferred, func, args, kwargs)
@@ -379,21 +343,6 @@ def generic(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> 
             return twin(*args, **kwargs)
     finally:
         deferred.running.remove(func)
-
-
-def _collect(
-    deferred: DeferredGrads, value: object, weights: list[Weight], others: list[Tensor]
-) -> None:
-    """Collect the weights and the other tensors in ``value``, nested in any depth."""
-    if isinstance(value, Tensor):
-        weight = deferred.weight(value)
-        if weight is None:
-            others.append(value)
-        else:
-            weights.append(weight)
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            _collect(deferred, item, weights, others)
 
 
 def _changes_in_place(func: Func, kwargs: Kwargs) -> bool:
@@ -415,25 +364,21 @@ def substitute(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) 
         return func(*args, **kwargs)
 
     def swap(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            weight = deferred.weight(value)
-            return value if weight is None else deferred.proxy(weight, value)
-        if type(value) is tuple or type(value) is list:
-            return type(value)(map(swap, value))
-        return value
+        weight = deferred.weight(value)
+        return value if weight is None else deferred.proxy(weight, value)
 
-    swapped = {name: swap(value) for name, value in kwargs.items()}
-    return func(*map(swap, args), **swapped)
+    swapped, named = cast(Any, optree.tree_map(swap, cast(Any, (args, kwargs))))
+    return func(*swapped, **named)
 
 
 # --- what can't be deferred ----------------------------------------------------------------------
 
 
 def compiled_parts(module: nn.Module) -> list[CompiledCall]:
-    """The compiled parts of a module: they run outside of ``DeferredGrads``.
+    """The compiled parts of a module, which run outside of ``DeferredGrads``.
 
-    The compiler would trace the mode, and break its graphs at deferred operations. Parameters
-    inside get their gradients in I. Functions compiled on their own are not found, and are traced.
+    The compiler would trace the mode, and break its graphs at deferred operations. Functions
+    compiled on their own are not found, and are traced.
     """
 
     def run(compiled: Func, args: Args, kwargs: Kwargs) -> Any:

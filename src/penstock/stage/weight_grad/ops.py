@@ -21,7 +21,8 @@ from penstock._torch_compat import (
     observed,
     view_base,
 )
-from penstock.stage.weight_grad.accumulate import refuse
+from penstock.stage.weight_grad import accumulate as formulas
+from penstock.stage.weight_grad.accumulate import Weight, refuse
 from penstock.stage.weight_grad.deferred_grads import (
     HANDLERS,
     Args,
@@ -30,18 +31,8 @@ from penstock.stage.weight_grad.deferred_grads import (
     Handler,
     Kwargs,
     generic,
-    passed,
     substitute,
     twin_of,
-)
-from penstock.stage.weight_grad.formulas import (
-    Weight,
-    batched_matmul_grads,
-    conv_grads,
-    embedding_grads,
-    left_matmul_grads,
-    linear_grads,
-    matmul_grads,
 )
 
 __all__: list[str] = []
@@ -109,18 +100,18 @@ def linear(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> A
     row_major = detached.is_contiguous()
     rows = as_matrix(x)
     if rows is not x:
-        y = deferred.record(func(rows, detached), linear_grads, weights[:1], rows, row_major)
+        y = deferred.record(func(rows, detached), formulas.linear, weights[:1], rows, row_major)
         y = y.view(*x.shape[:-1], w.shape[0])
         return y if b is None else generic(deferred, torch.add, (y, b), {})
     if b is None:
-        return deferred.record(func(x, detached), linear_grads, weights, x, row_major)
+        return deferred.record(func(x, detached), formulas.linear, weights, x, row_major)
     y = func(x, detached, b.detach())
     # With a bias, the result for a stack of matrices is a view of one matrix. In-place operations
     # on a view lead the graph around it, to its base.
     base = view_base(y)
     if base is None:
-        return deferred.record(y, linear_grads, weights, x, row_major)
-    recorded = deferred.record(base, linear_grads, weights, x, row_major)
+        return deferred.record(y, formulas.linear, weights, x, row_major)
+    recorded = deferred.record(base, formulas.linear, weights, x, row_major)
     return y if recorded is base else recorded.view(y.shape)
 
 
@@ -142,13 +133,15 @@ def product(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> 
     if is_left:
         if added or not x.dim() == w.dim() == 2:
             return generic(deferred, func, args, kwargs)
-        return deferred.record(func(detached, x), left_matmul_grads, weights, x, row_major)
+        return deferred.record(func(detached, x), formulas.left_matmul, weights, x, row_major)
     if w.dim() == 2 and x.dim() >= 2:
         rows = as_matrix(x)
-        y = deferred.record(func(*biases, rows, detached), matmul_grads, weights, rows, row_major)
+        y = deferred.record(
+            func(*biases, rows, detached), formulas.matmul, weights, rows, row_major
+        )
         return y if rows is x else y.view(*x.shape[:-1], w.shape[1])
     if w.dim() == x.dim() == 3 and w.shape[0] == x.shape[0]:
-        return deferred.record(func(*biases, x, detached), batched_matmul_grads, weights, x)
+        return deferred.record(func(*biases, x, detached), formulas.batched_matmul, weights, x)
     return generic(deferred, func, args, kwargs)
 
 
@@ -198,7 +191,7 @@ def conv(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any
         [False, True, b is not None],
     )
     y = func(x, detached, None if b is None else b.detach(), **given)
-    return deferred.record(y, conv_grads, weights, x, backward_options)
+    return deferred.record(y, formulas.conv, weights, x, backward_options)
 
 
 def embedding(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -211,7 +204,7 @@ def embedding(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -
         return generic(deferred, func, args, kwargs)
     options = (given.get("padding_idx", -1), given.get("scale_grad_by_freq", False))
     y = torch.embedding(table.detach(), indices, *options)
-    return deferred.record(y, embedding_grads, (weight,), indices, options)
+    return deferred.record(y, formulas.embedding, (weight,), indices, options)
 
 
 # --- differentiation inside the forward ----------------------------------------------------------
@@ -223,13 +216,12 @@ def differentiate(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwarg
     Also handles ``torch.func.grad`` and the like, in which nothing was deferred.
     """
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = dict(zip(names, args, strict=False)) | kwargs
     outputs, inputs = (
-        [value] if isinstance(value, Tensor) else list(value)
-        for value in (given["outputs"], given["inputs"])
+        [given[name]] if isinstance(given[name], Tensor) else given[name] for name in names[:2]
     )
     if all(map(in_transform, outputs)):
-        return passed(deferred, func, args, kwargs)
+        return func(*args, **kwargs)
     if given.get("create_graph"):
         refuse("autograd.grad(create_graph=True) inside the forward")
     if any(deferred.weight(value) is not None for value in inputs):
@@ -239,7 +231,7 @@ def differentiate(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwarg
 
 def backward(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``torch.autograd.backward``: in I, the stage's own, or that of a checkpoint inside."""
-    if not deferred.is_forwarded:
+    if not deferred.num_passes:
         refuse("backward() inside the forward")
     return in_mode(deferred, func, args, kwargs)
 
@@ -274,25 +266,26 @@ METHODS = (
 )
 
 
-def _register(handler: Handler, *funcs: Func) -> None:
+def _register(handler: Handler | None, *funcs: Func) -> None:
     HANDLERS.update(dict.fromkeys(funcs, handler))
 
 
-_register(passed, *(getattr(Tensor, name).__get__ for name in ATTRIBUTES))
-_register(passed, *(getattr(Tensor, name).__set__ for name in SETTERS))
-_register(passed, *(getattr(Tensor, name) for name in METHODS), aten.sym_size.int)
+def _everywhere(*names: str) -> list[Func]:
+    """The functions of these names of torch, of its tensors, and in captured graphs."""
+    found = [getattr(owner, name, None) for owner in (torch, Tensor) for name in names]
+    return [*filter(None, found), *(getattr(aten, name).default for name in names)]
+
+
+_register(None, *(getattr(Tensor, name).__get__ for name in ATTRIBUTES))
+_register(None, *(getattr(Tensor, name).__set__ for name in SETTERS))
+_register(None, *(getattr(Tensor, name) for name in METHODS), aten.sym_size.int)
 _register(linear, F.linear, aten.linear.default)
-_register(product, torch.matmul, Tensor.matmul, Tensor.__matmul__)
-_register(product, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
-_register(product, torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm)
-_register(product, aten.matmul.default, aten.mm.default, aten.bmm.default)
-_register(product, aten.addmm.default, aten.baddbmm.default)
+_register(product, *_everywhere("matmul", "mm", "bmm", "addmm", "baddbmm"), Tensor.__matmul__)
 _register(conv, *CONVS)
 # The kernel of the input's gradient computes the weights' too. Deferred, they would read the same
 # tensors again and keep these until W, to save I a small sum.
-_register(substitute, F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.instance_norm)
-_register(substitute, aten.layer_norm.default, aten.rms_norm.default, aten.group_norm.default)
-_register(substitute, aten.batch_norm.default, aten.instance_norm.default)
+_NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm")
+_register(substitute, *_everywhere(*_NORMS), *(getattr(F, name) for name in _NORMS))
 _register(embedding, torch.embedding, aten.embedding.default)
 _register(differentiate, torch.autograd.grad)
 _register(backward, torch.autograd.backward, Tensor.backward)
