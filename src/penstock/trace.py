@@ -56,41 +56,43 @@ class Trace:
         """By action, its overlapped pair."""
         return {part: pair for pair in self.overlapped_pairs for part in pair.parts}
 
-    def _busy(self) -> float:
-        # The common time of overlapped actions counts once.
-        busy = 0.0
-        reached: dict[int, float] = {}
-        for s in self.spans:
-            if s.action.op in COMPUTE:
-                start = max(s.start, reached.get(s.rank, s.start))
-                busy += max(0.0, s.end - start)
-                reached[s.rank] = max(start, s.end)
-        return busy
-
-    @property
-    def makespan(self) -> float:
-        """Time from the first compute start to the last compute end, over all ranks."""
-        spans = [s for s in self.spans if s.action.op in COMPUTE]
-        return max(s.end for s in spans) - min(s.start for s in spans) if spans else 0.0
-
-    @property
-    def span(self) -> float:
-        """The longest of the ranks' own times from first start to last end of compute."""
+    def _bounds(self) -> dict[int, tuple[float, float]]:
+        """By rank, its first start and its last end of compute."""
         bounds: dict[int, tuple[float, float]] = {}
         for s in self.spans:
             if s.action.op in COMPUTE:
                 start, end = bounds.get(s.rank, (s.start, s.end))
-                bounds[s.rank] = (min(start, s.start), max(end, s.end))
-        return max((end - start for start, end in bounds.values()), default=0.0)
+                bounds[s.rank] = min(start, s.start), max(end, s.end)
+        return bounds
+
+    def _idle_share(self, length: float) -> float:
+        busy, reached = 0.0, dict[int, float]()
+        for s in self.spans:
+            if s.action.op in COMPUTE:
+                # The common time of overlapped actions counts once.
+                start = max(s.start, reached.get(s.rank, s.start))
+                busy += max(0.0, s.end - start)
+                reached[s.rank] = max(start, s.end)
+        total = self.num_ranks * length
+        return 1 - busy / total if total else 0.0
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first compute start to the last compute end, over all ranks."""
+        bounds = self._bounds().values()
+        return max((b[1] for b in bounds), default=0.0) - min((b[0] for b in bounds), default=0.0)
+
+    @property
+    def span(self) -> float:
+        """The longest of the ranks' own times from first start to last end of compute."""
+        return max((end - start for start, end in self._bounds().values()), default=0.0)
 
     @property
     def bubble_ratio(self) -> float:
         """The ranks' idle time ÷ (ranks × makespan)."""
-        total = self.num_ranks * self.makespan
-        return 1 - self._busy() / total if total else 0.0
+        return self._idle_share(self.makespan)
 
     @property
     def span_bubble_ratio(self) -> float:
         """The bubble ratio over the span: the idle share of steps that need no barrier."""
-        total = self.num_ranks * self.span
-        return 1 - self._busy() / total if total else 0.0
+        return self._idle_share(self.span)

@@ -139,7 +139,9 @@ def test_late_messages_are_waited_for() -> None:
 
 
 def test_a_limit_that_can_not_be_kept_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="rank 0 can't follow its order within 1 activations"):
+    with pytest.raises(
+        ScheduleError, match=r"ranks \[0\] can't follow their orders within 1 activations"
+    ):
         list_schedule(linear(1), [[0, 0]], limit=1)
 
 

@@ -79,8 +79,7 @@ class Overlap:
 Step: TypeAlias = Action | Overlap
 
 
-# A dictionary per stage and op: one cache over all three would make a tuple per action, which for
-# large programs costs as much again as the actions.
+# One cache over all three would make a tuple per action, as large as the actions themselves.
 @cache
 def _made(stage: int, op: Op) -> dict[int | None, Action]:
     return {}

@@ -26,28 +26,18 @@ from typing import TypeAlias
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Action, Op, Step, action
-from penstock.schedule.channels import (
-    TWO_WAY,
-    Channels,
-    blocking_replay,
-    message_orders,
-)
+from penstock.schedule.channels import TWO_WAY, Channels, blocking_replay, message_orders
 from penstock.schedule.index import ActionIndex, IndexedProgram, faults, index_program
 from penstock.schedule.messages import Problem, number_of
 from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
 from penstock.schedule.replay import DependencyReplay
-from penstock.schedule.rules import (
-    COMPUTE,
-    COVERS,
-    SEND_OF,
-    TRANSFERS,
-    WEIGHT_GRADS,
-)
+from penstock.schedule.rules import BACKWARDS, COMPUTE, COVERS, SEND_OF, TRANSFERS, WEIGHT_GRADS
 
 __all__ = ["TWO_WAY", "Channels", "Problem", "check", "global_order", "last_steps", "problems"]
 
 _SHOWN = 20
 _REPEATABLE = frozenset({Op.UNSHARD, Op.RESHARD})
+_BACKWARDS = (Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
 # op → the state of parameters or activations that it needs, and the state that it leaves.
 _STATES = {
     Op.UNSHARD: ("sharded", "unsharded"),
@@ -127,12 +117,12 @@ def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, .
         return tuple(_count_problems(program, index, seen, expected))
     used = {op for op in Op if 1 in seen[index.section(op)]}
     transfers = not used.isdisjoint(TRANSFERS)
-    if transfers and any(s != posted for s, posted in message_orders(indexed).values()):
+    if transfers:
         found += _order_problems(program, indexed)
     replay = blocking_replay(indexed, channels, transfers=transfers)
     if not replay.play():
         found += _stuck_problems(program, replay, index)
-    if used & {Op.UNSHARD, Op.RESHARD, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD}:
+    if not used.isdisjoint(_STATES.keys() - BACKWARDS):
         found += _state_problems(program)
     if Op.REDUCE_GRAD in used:
         found += _reduction_problems(program)
@@ -140,15 +130,14 @@ def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, .
 
 
 def global_order(program: Program) -> tuple[tuple[int, Step], ...]:
-    """All steps of all ranks in one valid sequence, as one process would run them.
+    """All steps of all ranks, as (rank, step), in one valid sequence, as one process runs them.
 
         rank 0   0F0 0F1 . . 0B0 0B1         (rank 0) 0F0 0F1, (rank 1) 1F0 1B0 1F1 1B1,
         rank 1   .  1F0 1B0 1F1 1B1          (rank 0) 0B0 0B1
 
-    Returns pairs of a rank and its step. Each rank runs as far as it can before the next rank
-    continues, so the order is the same on every machine. A send follows the posting of its receive,
-    and the use of a received value follows its send. A program that is not a ``CheckedProgram`` is
-    checked first.
+    Each rank runs as far as it can before the next rank continues, so the order is the same on
+    every machine. A send follows the posting of its receive, and the use of a received value
+    follows its send. A program that is not a ``CheckedProgram`` is checked first.
     """
     checked = program if isinstance(program, CheckedProgram) else check(program)
     replay = blocking_replay(index_program(checked), TWO_WAY, transfers=checked.has_transfers)
@@ -206,33 +195,27 @@ def _sizes(program: Program) -> Iterator[str]:
 
 def _tally(program: IndexedProgram) -> tuple[bytearray, bool]:
     """A mark for every id that occurs, and True if one occurs too often."""
-    seen = bytearray(program.index.size)
-    ids = list(program.ids())
-    for number in ids:
+    seen, count = bytearray(program.index.size), 0
+    for number in program.ids():
         seen[number] = 1
-    if seen.count(1) == len(ids):
+        count += 1
+    if seen.count(1) == count:
         return seen, False
-    repeated = (number for number, count in Counter(ids).items() if count > 1)
+    repeated = (number for number, times in Counter(program.ids()).items() if times > 1)
     return seen, any(program.index.action(number).op not in _REPEATABLE for number in repeated)
 
 
 def _expected(index: ActionIndex, seen: bytearray) -> bytearray:
     """A mark for every id that must occur, given the ids that do."""
-    expected = seen[:]
-    passing = index.passing()
-
-    def marks(op: Op) -> int:
-        # Byte strings of 0 and 1 as big integers, so that each operation covers all ids at once.
-        return int.from_bytes(seen[index.section(op)])
-
+    expected, passing = seen[:], index.passing()
     expected[index.section(Op.FORWARD)] = passing
-    full, halves = marks(Op.FULL_BACKWARD), marks(Op.INPUT_GRAD) | marks(Op.WEIGHT_GRAD)
-    has_backward = bool(full | halves)
+    # Byte strings of 0 and 1 as big integers, so that each operation covers all ids at once.
+    each = int.from_bytes(passing)
+    full, input_grad, weight_grad = (int.from_bytes(seen[index.section(op)]) for op in _BACKWARDS)
+    split = each & (input_grad | weight_grad) & ~full
+    has_backward = bool(full | input_grad | weight_grad)
     if has_backward:
-        each = int.from_bytes(passing)
-        split = (each & halves) & ~full
-        wanted = {Op.FULL_BACKWARD: each & ~split, Op.INPUT_GRAD: split, Op.WEIGHT_GRAD: split}
-        for op, numbers in wanted.items():
+        for op, numbers in zip(_BACKWARDS, (each & ~split, split, split), strict=True):
             expected[index.section(op)] = numbers.to_bytes(len(passing))
     if any(1 in seen[index.section(op)] for op in TRANSFERS):
         size = index.num_microbatches
@@ -251,38 +234,38 @@ def _count_problems(
     """The duplicate, missing and superfluous actions."""
     places: dict[Action, _Place] = {}
     for act, place in _places_of(program):
-        if act not in places:
-            places[act] = place
-        elif act.op not in _REPEATABLE:
-            message = f"{act} again, first done at step {places[act][1]}; once is enough"
-            yield _at(program, place, message)
+        first = places.setdefault(act, place)
+        if first is not place and act.op not in _REPEATABLE:
+            yield _at(program, place, f"{act} again, first done at step {first[1]}; once is enough")
     for number, (has, wants) in enumerate(zip(seen, expected, strict=True)):
+        if has == wants:
+            continue
         act = index.action(number)
-        if wants and not has:
+        full = action(act.stage, Op.FULL_BACKWARD, act.microbatch)
+        if has:
+            why = "another rank needs" if act.op in TRANSFERS else f"{full} has not done"
+            yield _at(program, places[act], f"{act} gives nothing that {why}; leave it out")
+        else:
             rank, message = program.placement.rank_of(act.stage), f"{act} is missing"
-            if act.op is Op.FULL_BACKWARD:
+            if act == full:
                 halves = [action(act.stage, op, act.microbatch) for op in COVERS[act.op]]
                 message += f" (or {halves[0]} and {halves[1]})"
             yield Problem(rank=rank, step=None, action=str(act), message=message)
-        elif has and not wants:
-            full = action(act.stage, Op.FULL_BACKWARD, act.microbatch)
-            why = "another rank needs" if act.op in TRANSFERS else f"{full} has not done"
-            yield _at(program, places[act], f"{act} gives nothing that {why}; leave it out")
 
 
 def _order_problems(program: Program, indexed: IndexedProgram) -> Iterator[Problem]:
     """The first order mismatch between the two ends of each directed pair of ranks."""
-    index, places = indexed.index, dict(_places_of(program))
     for (source, target), (sent, posted) in sorted(message_orders(indexed).items()):
-        differing = [k for k, both in enumerate(zip(sent, posted, strict=True)) if len({*both}) > 1]
-        for k in differing[:1]:
-            receive, expected = index.action(posted[k]), index.action(sent[k])
-            message = (
-                f"{receive} is posted as number {k} of the messages from rank {source}; post "
-                f"{expected} here, which rank {source} sends as number {k}, so that both ends have "
-                "the same order"
-            )
-            yield _at(program, (target, places[receive][1]), message)
+        if sent == posted:
+            continue
+        k = next(k for k, ends in enumerate(zip(sent, posted, strict=True)) if ends[0] != ends[1])
+        receive, expected = indexed.index.action(posted[k]), indexed.index.action(sent[k])
+        message = (
+            f"{receive} is posted as number {k} of the messages from rank {source}; post "
+            f"{expected} here, which rank {source} sends as number {k}, so that both ends have "
+            "the same order"
+        )
+        yield _at(program, (target, program.ranks[target].index(receive)), message)
 
 
 def _stuck_problems(
@@ -343,9 +326,9 @@ def _state_problems(program: Program) -> Iterator[Problem]:
             wanted, states[key] = _STATES[act.op]
             if state != wanted:
                 yield _at(program, place, f"{act} needs its {what} {wanted}; here they are {state}")
-    for (stage, microbatch), state in sorted(states.items(), key=lambda item: item[0][0]):
-        if microbatch is None and state == "unsharded":
-            text, rank = f"{stage}RESHARD", program.placement.rank_of(stage)
+    for stage, rank in enumerate(program.placement.stage_ranks):
+        if states.get((stage, None)) == "unsharded":
+            text = f"{stage}RESHARD"
             message = f"stage {stage} is left unsharded; put {text} at the end"
             yield Problem(rank=rank, step=None, action=text, message=message)
 

@@ -13,7 +13,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.messages import is_count
 from penstock.schedule.program import Program
 
-__all__ = ["Arrangement", "Family", "parse_options", "refuse_sizes"]
+__all__ = ["Arrangement", "Family", "parse_options", "refuse_option", "refuse_sizes"]
 
 # A limit on the forwards of a program; with their backwards so many take 20 to 30 GB of memory. The
 # largest clusters run programs of some millions.
@@ -33,7 +33,6 @@ class Arrangement(Enum):
 
 
 def _unchanged(ranks: int, microbatches: int) -> tuple[int, int]:
-    """Accept any numbers."""
     return ranks, microbatches
 
 
@@ -94,10 +93,6 @@ class Family:
         """True if ``name`` is one of its options."""
         return name in self.options or (self.any_option and name not in _NO_OPTIONS)
 
-    def works(self, *, ranks: int, microbatches: int) -> bool:
-        """True if it supports these numbers of ranks and microbatches."""
-        return self.nearest(ranks, microbatches) == (ranks, microbatches)
-
 
 def refuse_sizes(asker: str, **sizes: object) -> None:
     """Raise a ScheduleError, in the name of ``asker``, for numbers of ranks, stages or microbatches
@@ -113,6 +108,18 @@ def refuse_sizes(asker: str, **sizes: object) -> None:
         raise ScheduleError(
             f"{asker}: {' · '.join(sizes)} forwards, more than a machine holds; at most "
             f"{_MOST_FORWARDS} can be planned"
+        )
+
+
+def refuse_option(
+    family: str, name: str, value: object, least: int, most: int | None = None
+) -> None:
+    """Raise a ScheduleError for an option that is not a whole number within these bounds."""
+    if not (is_count(value, least) and (most is None or value <= most)):
+        bounds = f"{least} on" if most is None else f"{least} to {most}"
+        raise ScheduleError(
+            f"{family}: {name}={value!r} does not work; give a whole number from {bounds}, or "
+            "leave it out"
         )
 
 

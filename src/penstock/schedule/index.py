@@ -17,7 +17,7 @@ from itertools import chain, islice
 from typing import NamedTuple, TypeAlias
 
 from penstock.errors import ScheduleError, Where
-from penstock.schedule.action import Action, Op, Step, action
+from penstock.schedule.action import Action, Op, Overlap, Step, action
 from penstock.schedule.messages import Problem, runs_of
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
@@ -159,10 +159,9 @@ class ActionIndex:
         return self._offsets(lambda op, stage: required(op, stage, self.placement))
 
     def blocking(self) -> Offsets:
-        """As ``required``, with explicit sends that block until their receive is posted.
+        """As ``required``, with explicit sends, which require that their receive is posted.
 
-        Posting a receive requires nothing. A send requires that its receive is posted. An action
-        that uses a received value requires that the send is complete.
+        Posting a receive requires nothing; the use of a received value requires its send.
         """
 
         def needed(op: Op, stage: int) -> Iterator[tuple[Op, int]]:
@@ -176,18 +175,14 @@ class ActionIndex:
         return self._offsets(needed)
 
     def required_chunks(self) -> dict[int, int]:
-        """By id, the sequence chunk that must be complete first; complements the tables by row.
-
-        Empty if sequences are not split. Unlike all other requirements, this is not a fixed offset.
-        """
-        found: dict[int, int] = {}
-        for microbatch in range(self.num_microbatches if self.num_splits > 1 else 0):
-            for op, (wanted, offset) in IN_SEQUENCE.items():
-                other = next_chunk(microbatch, offset, self.num_splits)
-                if other is not None:
-                    for stage in range(self.placement.num_stages):
-                        found[self.id(op, stage, microbatch)] = self.id(wanted, stage, other)
-        return found
+        """By id, the sequence chunk that must be complete first, which is no fixed offset."""
+        return {
+            self.id(op, stage, microbatch): self.id(wanted, stage, other)
+            for microbatch in range(self.num_microbatches if self.num_splits > 1 else 0)
+            for op, (wanted, offset) in IN_SEQUENCE.items()
+            if (other := next_chunk(microbatch, offset, self.num_splits)) is not None
+            for stage in range(self.placement.num_stages)
+        }
 
     def fulfilled(self) -> Offsets:
         """The actions that an action completes: itself, and the actions that it covers."""
@@ -257,7 +252,7 @@ def index_program(program: Program) -> IndexedProgram:
     overlapped: list[tuple[int, ...]] = []
     queues = []
     for rank, steps in enumerate(program.ranks):
-        queue = _index_rank(steps, program.placement.stages_of(rank), index, overlapped)
+        queue = _index_rank(steps, _valid_rows(index, rank), overlapped)
         if queue is None:
             fault = next(each for each in faults(program) if each.rank == rank)
             raise ScheduleError(fault.message, where=Where(rank=rank, action=fault.action))
@@ -265,26 +260,24 @@ def index_program(program: Program) -> IndexedProgram:
     return IndexedProgram(index=index, queues=queues, overlapped=overlapped)
 
 
+_Rows: TypeAlias = dict[Op, dict[int, tuple[int, Sequence[int | None]]]]
+"""By op and stage, the id of microbatch 0, and the valid microbatches."""
+
+
+def _valid_rows(index: ActionIndex, rank: int) -> _Rows:
+    placement, rows = index.placement, _Rows()
+    for op in Op:
+        rows[op] = {}
+        for stage in placement.stages_of(rank):
+            passing = placement.passing(stage, index.num_microbatches)
+            rows[op][stage] = index.id(op, stage), (None,) if op in WHOLE_STAGE else passing
+    return rows
+
+
 def _index_rank(
-    steps: tuple[Step, ...],
-    stages: Sequence[int],
-    index: ActionIndex,
-    overlapped: list[tuple[int, ...]],
+    steps: tuple[Step, ...], rows: _Rows, overlapped: list[tuple[int, ...]]
 ) -> list[int] | None:
     """The ids of a rank's steps, of which pairs go to ``overlapped``; None if one is invalid."""
-    # By op and stage, the first id and the valid microbatches.
-    rows: dict[Op, dict[int, tuple[int, Sequence[int | None]]]] = {
-        op: {
-            stage: (
-                index.id(op, stage),
-                (None,)
-                if op in WHOLE_STAGE
-                else index.placement.passing(stage, index.num_microbatches),
-            )
-            for stage in stages
-        }
-        for op in Op
-    }
     acts = [step for step in steps if isinstance(step, Action)]
     paired = len(acts) < len(steps)
     if paired:
@@ -320,21 +313,19 @@ def faults(program: Program) -> Iterator[Problem]:
 
 def _fault_of(step: Step, rank: int, program: Program) -> str | None:
     stages = program.placement.stages_of(rank)
-    if not isinstance(step, Action):
-        others = ", ".join(str(a) for a in step.parts if a.op not in COMPUTE)
-        if others or not step.parts:
-            return f"an overlapped pair holds computation, and this has {others or 'no actions'}"
+    others = ", ".join(str(act) for act in step.parts if act.op not in COMPUTE)
+    if isinstance(step, Overlap) and (others or not step.parts):
+        return f"an overlapped pair holds computation, and this has {others or 'no actions'}"
     for act in step.parts:
         if act.stage not in stages:
             return f"stage {act.stage} is not among the stages of rank {rank}: {runs_of(stages)}"
-        if act.op in WHOLE_STAGE:
-            if act.microbatch is not None:
-                return f"{act.op.value} is about a whole stage and takes no microbatch"
-            continue
-        if act.microbatch is None:
+        whole = act.op in WHOLE_STAGE
+        if whole and act.microbatch is not None:
+            return f"{act.op.value} is about a whole stage and takes no microbatch"
+        if act.microbatch is None and not whole:
             return f"{act.op.value} takes a microbatch, as in {act.stage}{act.op.value}0"
         passing = program.placement.passing(act.stage, program.num_microbatches)
-        if act.microbatch not in passing:
+        if act.microbatch not in passing and not whole:
             return (
                 f"microbatch {act.microbatch} is not among the microbatches of stage {act.stage}: "
                 f"{runs_of(passing)}"

@@ -1,8 +1,7 @@
 """List scheduling: builds an order action by action, in order of time.
 
-Whenever a rank is free, a policy chooses one of its ready actions, or lets it wait.
-``ListScheduler`` tracks times and readiness; a ``Policy`` adds all other criteria, such as memory
-or priorities. Actions are counted by kind, an op and a stage:
+Whenever a rank is free, a policy chooses one of its ready actions, or lets it wait. Actions are
+counted by kind, an op and a stage:
 
     kind     number of the op in (F, I, W) · stages + stage
 
@@ -92,7 +91,7 @@ def actions_of(
 
 
 class Policy(Protocol):
-    """The choices of a list scheduler."""
+    """The choices of a list scheduler, by memory, priorities or other criteria."""
 
     def choose(self, rank: int, now: float, *, last: bool) -> tuple[int | None, float]:
         """The kind that a free rank runs now; or None, and the time of its next turn.
@@ -134,7 +133,7 @@ class ListScheduler:
         self._needs, self._durations, self._totals = needs, durations, totals
         # By kind: the ranks that wait for it, with the delay; and the kind itself and its users.
         self._feeds: list[list[tuple[int, float]]] = [[] for _ in needs]
-        self._touched: list[list[int]] = [[kind] for kind in range(len(needs))]
+        self._touched = [[kind] for kind in range(len(needs))]
         for kind, required_kinds in enumerate(needs):
             for before, delay in required_kinds:
                 self._touched[before].append(kind)
@@ -230,9 +229,9 @@ def list_schedule(
         F0 .. .. .. .. .. F1 f0 .. i0 .. .. F2 f1 .. i1 I0 .. .. f2 .. i2 I1 .. .. .. .. .. I2
         F0 F1 .. f0 i0 F2 w0 f1 i1 I0 w1 f2 i2 I1 W0 I2 w2 W1 W2
 
-    Each rank follows its order and runs each action as soon as possible. Instead of waiting, it
-    runs a later forward that is ready, if memory suffices for all actions in between; else its
-    oldest weight gradient, as it does if a forward would exceed the memory.
+    Each rank runs its next action as soon as possible. Instead of waiting, it runs a later forward
+    that is ready, if memory suffices for all actions in between; else its oldest weight gradient,
+    as it does if a forward would exceed the memory.
 
     Args:
         placement: the rank of every stage.
@@ -241,8 +240,7 @@ def list_schedule(
         full: True for full backwards, without weight gradients.
         spare: the number of activations that a forward run out of order must leave free, unless it
             is on its rank's last stage; None to run no forward out of order.
-        overtake: if True, backwards may run out of order too, so that an order that needs more
-            memory than allowed still completes.
+        overtake: True if backwards may run out of order, to complete an order beyond the limit.
         costs: of forwards, input gradients and weight gradients, per stage; 1 each by default.
         within: a makespan at which to give up, with no order and an infinite makespan.
 
@@ -275,19 +273,14 @@ def list_schedule(
         weights = [] if full else [kind + stages for kind in queue if kind >= stages]
         rest = sum(durations[kind] for kind in queue) + sum(durations[kind] for kind in weights)
         ranks.append(_RankOrder(queue, placement.stages_of(rank)[-1], stages, rest))
-    # A tolerance, since sums of times depend on their order.
-    within *= 1 + 1e-9
     scheduler.run(
         _InOrder(scheduler, ranks, durations, stages, full, limit, spare, overtake, within)
     )
     if scheduler.stop:
         return Scheduled(order=(), makespan=inf, span=inf)
-    for rank, mine in enumerate(ranks):
-        if mine.next < len(mine.queue):
-            raise ScheduleError(
-                f"rank {rank} can't follow its order within {limit} activations; give it more, or "
-                "another order"
-            )
+    stuck = [rank for rank, mine in enumerate(ranks) if mine.next < len(mine.queue)]
+    if stuck:
+        raise ScheduleError(f"ranks {stuck} can't follow their orders within {limit} activations")
     return Scheduled(
         order=scheduler.order,
         makespan=max(scheduler.free),
@@ -376,11 +369,9 @@ class _InOrder:
                 continue
             if kind >= self.stages:
                 allowed = self.overtake
-            elif self.spare is None:
-                allowed = False
             else:
-                free = 0 if kind == mine.last_stage else self.spare
-                allowed = mine.has_room(places[-1], self.limit - free)
+                free = self.spare and (0 if kind == mine.last_stage else self.spare)
+                allowed = free is not None and mine.has_room(places[-1], self.limit - free)
             if allowed:
                 found, chosen = places[-1], kind
         return chosen
@@ -400,5 +391,6 @@ class _InOrder:
             mine.num_held -= 1
         mine.began = min(mine.began, now)
         mine.rest -= end - now
-        if end + mine.rest > self.within:
+        # With a tolerance, since sums of times depend on their order.
+        if end + mine.rest > self.within * (1 + 1e-9):
             self.scheduler.stop = True

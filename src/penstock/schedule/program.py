@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 from penstock.errors import ScheduleError
@@ -20,8 +20,8 @@ class Program:
     Args:
         name: the schedule's name.
         placement: the rank of every stage.
-        num_microbatches: microbatches per step. If sequences are split, each chunk counts as a
-            microbatch: chunk i of the batch's microbatch m has the number m · num_splits + i.
+        num_microbatches: microbatches per step. If sequences are split, chunk i of the batch's
+            microbatch m counts as microbatch m · num_splits + i.
         ranks: for each rank, its steps in order.
         num_splits: the number of chunks per sequence, for causal models; 1 for unsplit sequences.
     """
@@ -62,10 +62,10 @@ class Program:
         """True if the program computes gradients."""
         return any(act.op in BACKWARDS for act in self.actions())
 
-    def with_ranks(self, ranks: tuple[tuple[Step, ...], ...]) -> Program:
+    def with_ranks(self, ranks: Iterable[Iterable[Step]]) -> Program:
         """A copy with other steps, not checked."""
         values = {each.name: getattr(self, each.name) for each in fields(Program)}
-        return Program(**{**values, "ranks": ranks})
+        return Program(**{**values, "ranks": tuple(map(tuple, ranks))})
 
     def actions(self) -> Iterator[Action]:
         """Every action, rank by rank, with overlapped pairs taken apart."""

@@ -1,16 +1,12 @@
-"""The registry of schedules: Penstock's families, and families added by users.
-
-Penstock's own are the rows of ``penstock.schedule.families.table``. Users add theirs with the
-decorator ``schedule``, or through the entry point group ``penstock.schedules``; their programs are
-checked when they are built.
-"""
+"""The registry of schedules: Penstock's families (``families/table.py``), and families that users
+add with the decorator ``schedule`` or through the entry point group ``penstock.schedules``."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
@@ -28,6 +24,7 @@ __all__ = [
     "DEFAULT_MICROBATCHES",
     "build",
     "choose_program",
+    "choose_sizes",
     "directions_of",
     "family",
     "refuse_options",
@@ -41,8 +38,7 @@ DEFAULT_MICROBATCHES = 8
 Builder = TypeVar("Builder", bound=Callable[..., Program])
 
 _ENTRY_POINTS = "penstock.schedules"
-_GIVEN = ("ranks", "microbatches", "virtual")
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_SIZES = ("ranks", "microbatches", "virtual")
 _log = logging.getLogger(__name__)
 
 # Users' families, by normalized canonical name.
@@ -76,17 +72,16 @@ def family(name: str) -> Family:
     """
     if not isinstance(name, str):
         raise ScheduleError(f"a schedule is asked for by its name, not by {name!r}")
-    found = _by_name().get(_normal(name))
-    if found is None:
+    key, faults = _normal(name), ""
+    if key not in _by_name():
         faults = "".join(f"; {fault}" for fault in _discover())
-        known = _by_name()
-        found = known.get(_normal(name))
-    if found is None:
-        near = get_close_matches(_normal(name), known, n=1)
+    known = _by_name()
+    if key not in known:
+        near = get_close_matches(key, known, n=1)
         hint = f"did you mean {known[near[0]].name!r}? The" if near else "the"
         names = ", ".join(each.name for each in schedules())
         raise ScheduleError(f"there is no schedule {name!r}; {hint} schedules are: {names}{faults}")
-    return found
+    return known[key]
 
 
 def build(
@@ -117,12 +112,11 @@ def build(
     virtual = chosen.default_virtual if virtual is None else virtual
     refuse_sizes(chosen.name, ranks=ranks, microbatches=microbatches, virtual=virtual)
     refuse_options(chosen, options)
-    if not chosen.works(ranks=ranks, microbatches=microbatches):
-        near_ranks, near_microbatches = chosen.nearest(ranks, microbatches)
+    near = chosen.nearest(ranks, microbatches)
+    if near != (ranks, microbatches):
         raise ScheduleError(
             f"{chosen.name}: ranks={ranks} and microbatches={microbatches} do not work, it takes "
-            f"{chosen.rule}; the nearest that do are ranks={near_ranks} and "
-            f"microbatches={near_microbatches}",
+            f"{chosen.rule}; the nearest that do are ranks={near[0]} and microbatches={near[1]}",
             parameter="ranks",
         )
     if chosen.virtuals is not None and virtual not in chosen.virtuals:
@@ -162,15 +156,11 @@ def choose_program(
     virtual: int | None,
     world: int | None,
 ) -> Program:
-    """Choose the program to run; given numbers determine the missing ones (None).
+    """The program to run, of a schedule's name or given itself; given numbers determine the missing
+    ones (None).
 
-    Args:
-        schedule: a schedule's name, or the program itself.
-        num_stages: number of stages of the model.
-        n_microbatches: microbatches per step.
-        ranks: number of ranks.
-        virtual: stages per rank.
-        world: number of processes; None if one process runs all ranks.
+    ``virtual`` is the number of stages per rank, ``world`` that of processes (None if one process
+    runs all ranks).
 
     Raises:
         ScheduleError: the numbers contradict each other or are incomplete.
@@ -189,27 +179,44 @@ def choose_program(
                     f"{what}={requested}, but the program given as schedule has {has:g}"
                 )
         return schedule
-    num_ranks = ranks if world is None else world
-    if virtual is None:
-        virtual = family(schedule).default_virtual
-        if num_stages is not None and num_ranks and num_stages % num_ranks == 0:
-            virtual = num_stages // num_ranks
-    if num_ranks is None:
-        if num_stages is None:
-            raise ScheduleError("say on how many ranks to run: pass ranks=, or split=")
-        num_ranks = max(1, num_stages // virtual)
-    if num_stages not in (None, num_ranks * virtual):
-        raise ScheduleError(
-            f"{number_of(num_stages or 0, 'stage')}, but {schedule} on "
-            f"{number_of(num_ranks, 'rank')} with {virtual} per rank needs {num_ranks * virtual}; "
-            "change split, ranks or virtual"
-        )
-    return build(
+    num_ranks, virtual = choose_sizes(
         schedule,
-        ranks=num_ranks,
-        microbatches=DEFAULT_MICROBATCHES if n_microbatches is None else n_microbatches,
+        default_virtual=family(schedule).default_virtual,
+        num_stages=num_stages,
+        ranks=ranks if world is None else world,
         virtual=virtual,
     )
+    microbatches = DEFAULT_MICROBATCHES if n_microbatches is None else n_microbatches
+    return build(schedule, ranks=num_ranks, microbatches=microbatches, virtual=virtual)
+
+
+def choose_sizes(
+    who: str,
+    *,
+    default_virtual: int,
+    num_stages: int | None,
+    ranks: int | None,
+    virtual: int | None,
+) -> tuple[int, int]:
+    """The numbers of ranks, and of stages per rank, that follow from those given (not None).
+
+    Raises:
+        ScheduleError: they contradict each other or are incomplete; in the name of ``who``.
+    """
+    if virtual is None:
+        virtual = default_virtual
+        if num_stages is not None and ranks and num_stages % ranks == 0:
+            virtual = num_stages // ranks
+    if ranks is None:
+        if num_stages is None:
+            raise ScheduleError("say on how many ranks to run: pass ranks=, or split=")
+        ranks = max(1, num_stages // virtual)
+    if num_stages not in (None, ranks * virtual):
+        raise ScheduleError(
+            f"{number_of(num_stages or 0, 'stage')}, but {who} on {number_of(ranks, 'rank')} with "
+            f"{virtual} per rank needs {ranks * virtual}; change split, ranks or virtual"
+        )
+    return ranks, virtual
 
 
 def schedule(
@@ -254,7 +261,6 @@ def schedule(
         '0F0 0B0 0F1 0B1'
         >>> remove("doctest-one-rank")
     """
-    _refuse_no_name(name)
     if isinstance(aliases, str):
         raise ScheduleError(f"schedule {name!r}: aliases is a tuple of names, as in ({aliases!r},)")
     if not isinstance(arrangement, Arrangement | None):
@@ -262,32 +268,32 @@ def schedule(
             f"schedule {name!r}: arrangement={arrangement!r} must be one of "
             f"{', '.join(map(str, Arrangement))} (of penstock.schedule.family)"
         )
+    _refuse_names(name)
 
     def register(builder: Builder) -> Builder:
         parameters = _parameters(name, builder)
-        by_name = [key for key, each in parameters.items() if each.kind in _BY_NAME]
-        several = "virtual" in by_name
-        usual = virtual
-        if usual is None:
-            default = parameters["virtual"].default if several else 1
-            usual = 2 if default in (None, inspect.Parameter.empty) else default
+        several = parameters.get("virtual")
+        default = 1 if several is None else several.default
+        default = 2 if default in (None, inspect.Parameter.empty) else default
+        usual = default if virtual is None else virtual
         refuse_sizes(f"schedule {name!r}", virtual=usual)
-        laid = Arrangement.LOOPED if several or usual > 1 else Arrangement.LINEAR
         doc = (inspect.getdoc(builder) or "").strip()
         new = Family(
             name=name,
             builder=builder,
-            arrangement=laid if arrangement is None else arrangement,
+            arrangement=arrangement
+            or (Arrangement.LOOPED if several or usual > 1 else Arrangement.LINEAR),
             default_virtual=usual,
             virtuals=None if several else (usual,),
             summary=doc.partition("\n")[0].rstrip(".") if summary is None else summary,
             source=source,
             aliases=aliases,
             doc=doc,
-            options={each: "" for each in by_name if each not in _GIVEN},
-            any_option=any(each.kind is each.VAR_KEYWORD for each in parameters.values()),
+            options={key: "" for key in parameters if key not in _SIZES and key != "**"},
+            any_option="**" in parameters,
         )
-        _add(replace(new, builder=_verified(new)))
+        _refuse_names(name, *aliases)
+        _ADDED[_normal(name)] = replace(new, builder=_verified(new))
         return builder
 
     return register
@@ -318,22 +324,17 @@ def _by_name() -> dict[str, Family]:
     return {_normal(name): each for each in every for name in (each.name, *each.aliases)}
 
 
-def _add(new: Family) -> None:
-    """Add a family, or replace an added one of the same name."""
-    key, known = _normal(new.name), _by_name()
-    for name in (new.name, *new.aliases):
-        _refuse_no_name(name)
-        holder = known.get(_normal(name))
-        if holder is not None and (holder in _own() or _normal(holder.name) != key):
-            raise ScheduleError(f"a schedule can't be called {name!r}: Penstock has one already")
-    _ADDED[key] = new
-
-
-def _refuse_no_name(name: object) -> None:
-    if not (isinstance(name, str) and _normal(name)):
-        raise ScheduleError(
-            f"a schedule can't be called {name!r}; give it a name, as in @penstock.schedule('mine')"
-        )
+def _refuse_names(name: object, *aliases: object) -> None:
+    """Refuse names that are none, or that another family has."""
+    for each in (name, *aliases):
+        if not (isinstance(each, str) and _normal(each)):
+            raise ScheduleError(
+                f"a schedule can't be called {each!r}; give it a name, as in "
+                "@penstock.schedule('mine')"
+            )
+        holder = _by_name().get(_normal(each))
+        if holder is not None and (holder in _own() or _normal(holder.name) != _normal(str(name))):
+            raise ScheduleError(f"a schedule can't be called {each!r}: Penstock has one already")
 
 
 @cache
@@ -354,12 +355,16 @@ def _discover() -> tuple[str, ...]:
     return tuple(faults)
 
 
-def _parameters(name: str, builder: object) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a decorated function; refuses functions that ``build`` can't call."""
+def _parameters(name: str, builder: object) -> dict[str, inspect.Parameter]:
+    """The parameters that ``build`` gives by name, and ``**`` if any is accepted."""
     found: dict[str, inspect.Parameter] = {}
     with suppress(TypeError, ValueError):
-        found = dict(inspect.signature(builder).parameters)  # type: ignore[arg-type]
-    missing = [n for n in _GIVEN[:2] if n not in found or found[n].kind not in _BY_NAME]
+        for each in inspect.signature(builder).parameters.values():  # type: ignore[arg-type]
+            if each.kind is each.VAR_KEYWORD:
+                found["**"] = each
+            elif each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+                found[each.name] = each
+    missing = [each for each in _SIZES[:2] if each not in found]
     if missing:
         raise ScheduleError(
             f"schedule {name!r}: {builder!r} takes no {' and no '.join(missing)}; put "
@@ -388,13 +393,19 @@ def _verified(family: Family) -> Callable[..., Program]:
             ) from error
         if not isinstance(made, Program):
             raise ScheduleError(f"{name} returned a {type(made).__name__}, expected a Program")
-        placement, wanted = made.placement, ranks * more.get("virtual", family.default_virtual)
-        stages, directions = placement.num_model_stages, placement.num_directions
+        stages = made.placement.num_model_stages
+        wanted = ranks * more.get("virtual", family.default_virtual)
         # Without ``virtual``, ranks may hold different numbers of stages.
         if "virtual" not in more and stages % ranks:
             wanted = stages
-        got = _sizes(made.num_ranks, made.num_whole_microbatches, stages, directions)
-        requested = _sizes(ranks, microbatches, wanted, family.num_directions)
+        got, requested = (
+            f"{numbers_of(rank=rank, microbatch=microbatch, stage=stage)} in "
+            f"{number_of(copies, 'copy')} of the model"
+            for rank, microbatch, stage, copies in (
+                (made.num_ranks, made.num_whole_microbatches, stages, directions_of(made)),
+                (ranks, microbatches, wanted, family.num_directions),
+            )
+        )
         if got != requested:
             raise ScheduleError(
                 f"{name} made a program of {got}, asked for {requested}; virtual= and arrangement= "
@@ -404,8 +415,3 @@ def _verified(family: Family) -> Callable[..., Program]:
         return check(replace(made, name=name))
 
     return build
-
-
-def _sizes(ranks: int, microbatches: int, stages: int, directions: int) -> str:
-    sizes = numbers_of(rank=ranks, microbatch=microbatches, stage=stages)
-    return f"{sizes} in {number_of(directions, 'copy')} of the model"

@@ -66,12 +66,10 @@ REQUIRES: dict[Op, tuple[tuple[Op, int], ...]] = {
     Op.RECV_F: ((Op.SEND_F, -1),),
     Op.SEND_B: ((Op.INPUT_GRAD, 0),),
     Op.RECV_B: ((Op.SEND_B, +1),),
-    Op.UNSHARD: (),
-    Op.RESHARD: (),
-    Op.REDUCE_GRAD: (),
     Op.RECOMPUTE: ((Op.FORWARD, 0),),
     Op.OFFLOAD: ((Op.FORWARD, 0),),
     Op.RELOAD: ((Op.OFFLOAD, 0),),
+    **dict.fromkeys(WHOLE_STAGE, ()),
 }
 
 # op → (required op, offset of the chunk), for the same stage, within one sequence.
@@ -113,10 +111,10 @@ def required(
         other = placement.neighbour(stage, offset)
         if other is not None:
             receive = RECEIVE_FOR.get((needed, offset)) if transfers else None
-            if receive is not None and not placement.same_rank(stage, other):
-                found.append((receive, stage))
-            else:
+            if receive is None or placement.same_rank(stage, other):
                 found.append((needed, other))
+            else:
+                found.append((receive, stage))
     return tuple(found)
 
 

@@ -43,8 +43,6 @@ _NAMES = {op.value: op for op in Op}
 _ACTION = re.compile(r"([0-9]{1,18})([A-Z](?:[A-Z_]*[A-Z])?)([0-9]{0,18})")
 
 _JSON_FORMAT = "penstock program 1"
-# Fields missing in older files, with their defaults.
-_JSON_DEFAULTS: dict[str, object] = {"copies": 1, "num_splits": 1}
 _COUNT = "a whole number from 1 on", is_count
 # By field, a description and a test of its value.
 _JSON_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -149,17 +147,17 @@ def parse_csv(
     num_ranks = placement.num_ranks if placement is not None else 1
     while len(rows) > num_ranks and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
-    ranks = tuple(_read_row(row, cells) for row, cells in enumerate(rows))
+    ranks = _read_rows(rows)
     acts = [act for steps in ranks for step in steps for act in step.parts]
     microbatches = 1 + max((act.microbatch or 0 for act in acts), default=0)
     stages = 1 + max((act.stage for act in acts), default=0)
-    _refuse_far_counts(ranks, stage=stages, microbatch=microbatches)
+    _refuse_far_counts(len(acts), stage=stages, microbatch=microbatches)
     if placement is None:
         placement = _placement_of(ranks)
-    elif len(ranks) != placement.num_ranks:
+    elif len(ranks) != num_ranks:
         raise ScheduleError(
-            f"{number_of(len(ranks), 'row')}; the placement has "
-            f"{number_of(placement.num_ranks, 'rank')}, and each takes a line"
+            f"{number_of(len(ranks), 'row')}; the placement has {number_of(num_ranks, 'rank')}, "
+            "and each takes a line"
         )
     return Program(
         name=name,
@@ -238,7 +236,8 @@ def from_json(text: str) -> Program:
         raise ScheduleError(f"not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("format") != _JSON_FORMAT:
         raise ScheduleError(f'not a program: expected an object with "format": "{_JSON_FORMAT}"')
-    document = {**_JSON_DEFAULTS, **document}
+    # Fields missing in older files.
+    document = {"copies": 1, "num_splits": 1, **document}
     unknown = sorted(document.keys() - _JSON_FIELDS.keys())
     if unknown:
         raise ScheduleError(f"not a program: unknown fields {unknown}")
@@ -246,36 +245,41 @@ def from_json(text: str) -> Program:
         value = document.get(name)
         if not fits(value):
             raise ScheduleError(f"{name!r}: expected {expected}, got {quoted(value)}")
-    ranks = tuple(_read_row(row, cells) for row, cells in enumerate(document["ranks"]))
+    ranks = _read_rows(document["ranks"])
     stage_ranks, num_ranks = tuple(document["stage_ranks"]), document["num_ranks"]
-    ways, microbatches = document["copies"], document["num_microbatches"]
-    _refuse_far_counts(ranks, rank=num_ranks, stage=len(stage_ranks), microbatch=microbatches)
+    microbatches = document["num_microbatches"]
+    actions = sum(len(step.parts) for steps in ranks for step in steps)
+    _refuse_far_counts(actions, rank=num_ranks, stage=len(stage_ranks), microbatch=microbatches)
     return Program(
         name=document["name"],
-        placement=Placement(num_ranks=num_ranks, stage_ranks=stage_ranks, num_directions=ways),
+        placement=Placement(
+            num_ranks=num_ranks, stage_ranks=stage_ranks, num_directions=document["copies"]
+        ),
         num_microbatches=microbatches,
         num_splits=document["num_splits"],
         ranks=ranks,
     )
 
 
-def _read_row(row: int, cells: Sequence[str]) -> tuple[Step, ...]:
-    """The steps of a rank; empty cells are skipped."""
-    steps: list[Step] = []
-    for column, cell in enumerate(cells):
-        if not cell or cell.isspace():
-            continue
-        try:
-            steps.append(parse_step(cell))
-        except ScheduleError as error:
-            message = f"row {row + 1}, column {column + 1}: {error}"
-            raise _error_at(message, Where(rank=row, action=cell.strip())) from error
-    return tuple(steps)
+def _read_rows(rows: Sequence[Sequence[str]]) -> tuple[tuple[Step, ...], ...]:
+    """The steps of each rank; empty cells are skipped."""
+    ranks = []
+    for rank, cells in enumerate(rows):
+        steps: list[Step] = []
+        for column, cell in enumerate(cells):
+            if not cell or cell.isspace():
+                continue
+            try:
+                steps.append(parse_step(cell))
+            except ScheduleError as error:
+                message = f"row {rank + 1}, column {column + 1}: {error}"
+                raise _error_at(message, Where(rank=rank, action=cell.strip())) from error
+        ranks.append(tuple(steps))
+    return tuple(ranks)
 
 
-def _refuse_far_counts(ranks: tuple[tuple[Step, ...], ...], **counts: int) -> None:
+def _refuse_far_counts(actions: int, **counts: int) -> None:
     """Refuse more stages or microbatches than the text could have actions for."""
-    actions = sum(len(step.parts) for steps in ranks for step in steps)
     for thing, number in counts.items():
         if number > actions + _MAY_BE_MISSING:
             raise ScheduleError(
@@ -284,32 +288,31 @@ def _refuse_far_counts(ranks: tuple[tuple[Step, ...], ...], **counts: int) -> No
             )
 
 
-def _placement_of(ranks: tuple[tuple[Step, ...], ...]) -> Placement:
+def _placement_of(ranks: Sequence[Sequence[Step]]) -> Placement:
     """Infer the placement: each stage is on the rank that computes it."""
+    placed = [(act, rank) for rank, row in enumerate(ranks) for step in row for act in step.parts]
     holders: dict[int, int] = {}
-    for rank, steps in enumerate(ranks):
-        for act in (a for step in steps for a in step.parts if a.op in COMPUTE):
-            holder = holders.setdefault(act.stage, rank)
-            if holder != rank:
-                raise _error_at(
-                    f"stage {act.stage} is computed in row {holder + 1} and in row {rank + 1}; one "
-                    "rank holds a stage",
-                    Where(rank=rank, stage=act.stage, action=str(act)),
-                )
+    for act, rank in placed:
+        if act.op in COMPUTE and holders.setdefault(act.stage, rank) != rank:
+            raise _error_at(
+                f"stage {act.stage} is computed in row {holders[act.stage] + 1} and in row "
+                f"{rank + 1}; one rank holds a stage",
+                Where(rank=rank, stage=act.stage, action=str(act)),
+            )
     missing = set(range(max(holders, default=0) + 1)) - holders.keys()
     if missing:
         raise ScheduleError(
             f"{'' if holders else 'no steps: '}stages {runs_of(sorted(missing))} are computed "
             "nowhere; the placement can't be inferred from the text"
         )
-    stage_ranks = tuple(holders[stage] for stage in range(len(holders)))
-    one = Placement(num_ranks=len(ranks), stage_ranks=stage_ranks)
-    if len(stage_ranks) % 2:
+    one = Placement(
+        num_ranks=len(ranks), stage_ranks=tuple(holders[stage] for stage in sorted(holders))
+    )
+    if len(holders) % 2:
         return one
     # Each of two copies of the model takes half of the microbatches.
     two = replace(one, num_directions=2)
-    acts = (a for steps in ranks for step in steps for a in step.parts)
-    apart = all(a.microbatch is None or two.passes(a.microbatch, a.stage) for a in acts)
+    apart = all(a.microbatch is None or two.passes(a.microbatch, a.stage) for a, _ in placed)
     return two if apart else one
 
 

@@ -12,9 +12,9 @@ Looped breadth-first, P = 2, V = 2, M = 3; lower case is a rank's second stage:
     rank 1  .. F0 F1 F2 f0 f1 f2 b0 -- b1 -- b2 -- B0 -- B1 -- B2 -- .. ..
 
 All microbatches take a loop before any takes the next; GPipe is V = 1. The bubble is
-(P - 1)(tF + tB + tW) chunks for M ≥ P; each rank holds all M·V activations at its peak. Backwards
-run in the order of the forwards, so gradients are summed in the order of one device. The parameters
-of a stage are needed in one stretch per direction, which suits sharded parameters.
+(P - 1)(tF + tB + tW) chunks for M ≥ P; each rank holds all M·V activations at its peak. Gradients
+are summed in the order of one device. A stage's parameters are needed in one stretch per direction,
+which suits sharded parameters.
 
 Forward-only, for evaluation, P = 3, V = 1, M = 4, and P = 2, V = 2, M = 4 in groups of P:
 
@@ -25,8 +25,8 @@ Forward-only, for evaluation, P = 3, V = 1, M = 4, and P = 2, V = 2, M = 4 in gr
     rank 0  F0 F1 f0 f1 F2 F3 f2 f3 ..
     rank 1  .. F0 F1 f0 f1 F2 F3 f2 f3
 
-Its bubble is (P - 1) tF for M ≥ P, and each rank holds 1 activation. Below P microbatches the loop
-isn't full, and costs another (V - 1)(P - M) of a chunk's time. Any P ≥ 1, V ≥ 1, M ≥ 1.
+Its bubble is (P - 1) tF for M ≥ P, another (V - 1)(P - M) tF below; each rank holds 1 activation.
+Any P ≥ 1, V ≥ 1, M ≥ 1.
 
 Source: GPipe: arXiv:1811.06965, sec. 2.3. Looped breadth-first: arXiv:2211.05953, sec. 3.
 Forward-only: the forward half of arXiv:2104.04473, sec. 2.2.

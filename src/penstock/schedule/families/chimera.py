@@ -12,9 +12,8 @@ Each direction is 1F1B that holds at most P/2 activations per stage (P - s on st
 less). In slots of one forward or one backward, a rank runs the oldest ready microbatch.
 
 The bubble is (P - 2)·max(tF, tB + tW) for M = P, and for any multiple of P where forwards and
-backwards take equally long; 1F1B's is (P - 1)(tF + tB + tW). Ranks hold P/2 + 1 activations (the
-outermost) to P (those in the middle). After a step the gradients of both copies are summed, once
-for each of the P/2 pairs of ranks that hold the same stages. P even, M ≥ 2.
+backwards take equally long. Ranks hold P/2 + 1 activations (the outermost) to P (those in the
+middle). After a step the gradients of both copies are summed. P even, M ≥ 2.
 
 Source: arXiv:2107.06925, sec. 3.1 and 3.3 (direct concatenation).
 """

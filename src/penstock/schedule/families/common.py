@@ -82,29 +82,34 @@ def alternating(
     placement: Placement,
     microbatches: int,
     *,
-    groups: Sequence[int],
-    warmups: Sequence[int],
-    behind: Sequence[int] | None = None,
+    groups: Sequence[int] | None = None,
+    ahead: int,
+    extra: int = 0,
+    behind: int | None = None,
 ) -> Program:
     """On each rank, a warm-up of forwards, followed by one forward and one backward in turn.
 
     Args:
         placement: stages in a loop.
-        groups: the sizes of the groups in which microbatches go round; microbatches beyond the
-            program's are left out.
-        warmups: for each rank, its forwards before the first backward.
-        behind: for each rank, the number of input gradients by which weight gradients lag; None for
-            full backwards.
+        groups: the sizes of the groups in which microbatches go round, whose sum may exceed
+            ``microbatches``; None for one group.
+        ahead: the forwards of the warm-up per later rank, ...
+        extra: ... and further ones, besides the rounds of the first group but the last.
+        behind: the number of input gradients, per earlier rank, by which weight gradients lag; None
+            for full backwards.
     """
-    orders = []
-    for rank, warmup in enumerate(warmups):
+    num_ranks, num_stages, orders = placement.num_ranks, placement.num_stages, []
+    groups = groups or (microbatches,)
+    extra += (num_stages // num_ranks - 1) * max(groups)
+    for rank in range(num_ranks):
         stages = placement.stages_of(rank)
-        backwards = [stage + placement.num_stages for stage in reversed(stages)]
         order = alternate(
-            looped_order(stages, groups), looped_order(backwards, groups), warmup=warmup
+            looped_order(stages, groups),
+            looped_order([stage + num_stages for stage in reversed(stages)], groups),
+            warmup=extra + ahead * (num_ranks - 1 - rank),
         )
         if behind is not None:
-            order = _with_weight_grads(order, placement.num_stages, behind[rank])
+            order = _with_weight_grads(order, num_stages, behind * rank)
         orders.append(order)
     return program_of(name, placement, microbatches, orders, full=behind is None)
 

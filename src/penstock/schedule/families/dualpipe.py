@@ -15,9 +15,8 @@ through stages 4 to 7, a second copy of the model: every rank holds two stages.
     rank 3  f1 f3 f5 F0 I0 W0 F2 f7+B2 -- .. F4+b1 -- B4 -- .. F6+b3 -- B6 -- i5 w5 i7 w7
 
 The lower half of the ranks mirrors the upper; each half is DualPipeV's V of P/2 ranks and M/2
-microbatches. In the steady state every step is a pair of a forward and a full backward, whose
-messages hide behind the other's compute. On one stream its parts run in turn, which saves the
-waiting for messages; on two streams they share the device.
+microbatches. In the steady state every step is a pair of a forward and a full backward, each of
+which hides the other's messages.
 
 Bubbles in chunks, where tF = tB ≥ tW and a pair takes as long as its parts in turn, with F&B the
 pair's time, B the full backward's and W a weight gradient's:
@@ -26,8 +25,7 @@ pair's time, B the full backward's and W a weight gradient's:
     dualpipev    2P + 1             (P - 1)(F&B + B - 3W), for M ≥ 2P; P ≥ 1, M ≥ 1
     dualpipe     P + 1              (P/2 - 1)(F&B + B - 3W); P and M even, M ≥ 2P
 
-After a step of DualPipe the gradients of both copies are summed, once for each of the P/2 pairs of
-ranks that hold the same stages.
+After a step of DualPipe the gradients of both copies are summed.
 
 Source: arXiv:2412.19437, sec. 3.2.1 (DualPipe). DualPipeV is DualPipe cut in half along its axis of
 symmetry: DeepSeek-AI, "DualPipe and DualPipeV", 2025.

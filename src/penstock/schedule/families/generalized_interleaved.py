@@ -25,18 +25,16 @@ Groups of g that divide M, P / 2 ≤ g ≤ P, have in chunks a bubble of
 where P · max(tF, tB) ≤ g(tF + tB + tW) and tW ≤ tF + tB, and for g = P with any costs: at each turn
 of the loop the first rank waits for forwards to come round, and the last for input gradients.
 
-A group goes through all V loops before the next one starts. Groups that don't divide M are made as
-even as can be, none above g and only the last below ⌈P / 2⌉: bubbles appear, and the memory stays
-below. Any P ≥ 1, V ≥ 1, M ≥ 1 and groups from ⌊P / 2⌋ on; smaller groups would deadlock.
+Groups that don't divide M are made as even as can be, none above g and only the last below ⌈P / 2⌉.
+Any P ≥ 1, V ≥ 1, M ≥ 1 and groups from ⌊P / 2⌋ on; smaller groups would deadlock.
 
 Source: arXiv:2503.01328 (generalized interleaved schedule).
 """
 
 from __future__ import annotations
 
-from penstock.errors import ScheduleError
 from penstock.schedule.families.common import alternating
-from penstock.schedule.messages import is_count, number_of
+from penstock.schedule.family import refuse_option
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
 
@@ -70,21 +68,9 @@ def gis_h(*, ranks: int, microbatches: int, virtual: int, group: int | None = No
 
 def _grouped(name: str, ranks: int, microbatches: int, virtual: int, group: int) -> Program:
     least = max(1, ranks // 2)
-    if not is_count(group, least):
-        on = number_of(ranks, "rank")
-        raise ScheduleError(
-            f"{name} on {on}: group={group!r} does not work; whole numbers from {least} on do"
-        )
+    refuse_option(name, "group", group, least)
     number = -(-microbatches // group)
     # As even as possible, but not so small that ranks wait at the turn of the loop.
     group = min(group, max(-(-microbatches // number), -(-ranks // 2)))
-    placement = looped(ranks, virtual)
-    ahead = (virtual - 1) * group
-    return alternating(
-        name,
-        placement,
-        microbatches,
-        groups=(group,) * number,
-        warmups=[ahead + ranks - 1 - rank for rank in range(ranks)],
-        behind=(0,) * ranks,
-    )
+    groups = (group,) * number
+    return alternating(name, looped(ranks, virtual), microbatches, groups=groups, ahead=1, behind=0)

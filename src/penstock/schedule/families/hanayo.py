@@ -8,9 +8,8 @@ One wave (V = 2), P = 2, M = 3 (tF = tB = tW = 1); lower case is a rank's second
 W waves put 2W stages on each rank, down and up again W times. P microbatches go together, each rank
 running whatever is ready, backwards and later stages first; the next P start as soon as memory
 allows. Each rank holds at most 2W·min(P, M) activations. Where tF = tB = tW = 1 and P ≥ 2 the
-bubble of M = P microbatches is 4(P - 1) chunks for any W, so that its share of the step falls as 1
-/ W; every further P microbatches add 2P - 3. These figures are simulated; the paper's formula gives
-others. Any P ≥ 1, M ≥ 1 and W ≥ 1; microbatches that don't fill P leave ranks waiting.
+bubble of M = P microbatches is 4(P - 1) chunks for any W; every further P microbatches add 2P - 3
+(simulated; the paper's formula gives other figures). Any P ≥ 1, M ≥ 1 and W ≥ 1.
 
 Source: arXiv:2308.15762.
 """
@@ -23,9 +22,8 @@ from collections.abc import Sequence
 from penstock.errors import ScheduleError
 from penstock.schedule.families.common import program_of
 from penstock.schedule.families.periodic import chain_pattern
-from penstock.schedule.family import refuse_sizes
+from penstock.schedule.family import refuse_option, refuse_sizes
 from penstock.schedule.list_schedule import list_schedule
-from penstock.schedule.messages import is_count
 from penstock.schedule.placement import wave
 from penstock.schedule.program import Program
 
@@ -42,7 +40,14 @@ def hanayo(*, ranks: int, microbatches: int, virtual: int, waves: int | None = N
     Raises:
         ScheduleError: ``virtual`` is not twice the waves.
     """
-    waves = _waves(virtual, waves)
+    if waves is None:
+        waves = virtual // 2
+    refuse_option("hanayo", "waves", waves, 1)
+    if virtual not in (2, 2 * waves):
+        raise ScheduleError(
+            f"hanayo: waves={waves} make {2 * waves} stages per rank, not virtual={virtual}; give "
+            "one of the two"
+        )
     refuse_sizes("hanayo", ranks=ranks, microbatches=microbatches, virtual=2 * waves)
     placement = wave(ranks, waves)
     group = min(ranks, microbatches)
@@ -66,16 +71,3 @@ def _repeated(kinds: Sequence[int], group: int, microbatches: int) -> list[int]:
         if count[kind] <= microbatches:
             repeated.append(kind)
     return repeated
-
-
-def _waves(virtual: int, waves: int | None) -> int:
-    if waves is None:
-        return virtual // 2
-    if not is_count(waves):
-        raise ScheduleError(f"hanayo: waves={waves!r} must be a whole number from 1 on")
-    if virtual not in (2, 2 * waves):
-        raise ScheduleError(
-            f"hanayo: waves={waves} make {2 * waves} stages per rank, not virtual={virtual}; give "
-            "one of the two"
-        )
-    return waves

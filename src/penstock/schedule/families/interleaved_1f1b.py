@@ -24,9 +24,8 @@ Source: arXiv:2104.04473, sec. 2.2; for groups of other sizes than P: arXiv:2407
 
 from __future__ import annotations
 
-from penstock.errors import ScheduleError
 from penstock.schedule.families.common import alternating, even_groups
-from penstock.schedule.messages import is_count, number_of
+from penstock.schedule.family import refuse_option
 from penstock.schedule.placement import looped
 from penstock.schedule.program import Program
 
@@ -45,19 +44,14 @@ def interleaved_1f1b(
     Raises:
         ScheduleError: ``group`` is below ``ranks`` or above ``microbatches``.
     """
-    if group is not None and not (is_count(group, ranks) and group <= microbatches):
-        raise ScheduleError(
-            f"interleaved-1f1b on {number_of(ranks, 'rank')}: group={group!r} does not work; give "
-            f"a whole number from {ranks} to {microbatches} (the microbatches), or leave it out"
-        )
     if group is None:
         groups = even_groups(microbatches, ranks=ranks)
     else:
+        refuse_option("interleaved-1f1b", "group", group, ranks, microbatches)
         groups = _groups(ranks, microbatches, group)
-    placement = looped(ranks, virtual)
-    ahead = (virtual - 1) * max(groups)
-    warmups = [ahead + 2 * (ranks - 1 - rank) for rank in range(ranks)]
-    return alternating("interleaved-1f1b", placement, microbatches, groups=groups, warmups=warmups)
+    return alternating(
+        "interleaved-1f1b", looped(ranks, virtual), microbatches, groups=groups, ahead=2
+    )
 
 
 def _groups(ranks: int, microbatches: int, group: int) -> tuple[int, ...]:

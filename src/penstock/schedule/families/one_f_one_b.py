@@ -37,11 +37,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.families.common import alternating
-from penstock.schedule.family import refuse_sizes
-from penstock.schedule.messages import is_count
+from penstock.schedule.family import refuse_option, refuse_sizes
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
 
@@ -50,17 +48,12 @@ __all__ = ["eager_1f1b", "one_f_one_b", "seq1f1b"]
 
 def one_f_one_b(*, ranks: int, microbatches: int) -> Program:
     """After its warm-up a rank runs one forward and one backward in turn."""
-    return _with_warmup("1f1b", ranks, microbatches, per_rank=1)
+    return alternating("1f1b", linear(ranks), microbatches, ahead=1)
 
 
 def eager_1f1b(*, ranks: int, microbatches: int) -> Program:
     """1F1B with twice the warm-up, so that messages travel while ranks compute."""
-    return _with_warmup("eager-1f1b", ranks, microbatches, per_rank=2)
-
-
-def _with_warmup(name: str, ranks: int, microbatches: int, per_rank: int) -> Program:
-    warmups = [per_rank * (ranks - 1 - rank) for rank in range(ranks)]
-    return alternating(name, linear(ranks), microbatches, groups=(microbatches,), warmups=warmups)
+    return alternating("eager-1f1b", linear(ranks), microbatches, ahead=2)
 
 
 def seq1f1b(*, ranks: int, microbatches: int, splits: int = 2) -> Program:
@@ -72,21 +65,13 @@ def seq1f1b(*, ranks: int, microbatches: int, splits: int = 2) -> Program:
     Raises:
         ScheduleError: ``splits`` is not a whole number from 2 on.
     """
-    if not is_count(splits, 2):
-        raise ScheduleError(
-            f"seq1f1b: splits={splits!r} must be a whole number from 2 on; 1f1b is the schedule "
-            "of whole sequences"
-        )
+    refuse_option("seq1f1b", "splits", splits, 2)
     refuse_sizes("seq1f1b", ranks=ranks, microbatches=microbatches, splits=splits)
-    chunks = microbatches * splits
-    warmups = [ranks - 2 - rank + splits for rank in range(ranks)]
-    rising = alternating("seq1f1b", linear(ranks), chunks, groups=(chunks,), warmups=warmups)
+    rising = alternating("seq1f1b", linear(ranks), microbatches * splits, ahead=1, extra=splits - 1)
     return replace(
         rising.with_ranks(
-            tuple(
-                tuple(_reversed(act, splits) for step in steps for act in step.parts)
-                for steps in rising.ranks
-            )
+            [_reversed(act, splits) for step in steps for act in step.parts]
+            for steps in rising.ranks
         ),
         num_splits=splits,
     )

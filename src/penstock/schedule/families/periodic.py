@@ -100,13 +100,6 @@ class PeriodicSlots:
                 touched = [(low, high), *busy[since:until]]
                 busy[since:until] = [(min(touched)[0], max(high for _, high in touched))]
 
-    def free_gaps(self) -> list[float]:
-        """The lengths of the free intervals of the cyclic period."""
-        if not self.busy:
-            return [self._period]
-        following = [*self.busy[1:], (self.busy[0][0] + self._period, 0)]
-        return [low - high for (_, high), (low, _) in zip(self.busy, following, strict=True)]
-
 
 def chain_pattern(
     placement: Placement, *, gaps: Sequence[int], period: int, full: bool = False
@@ -125,31 +118,32 @@ def chain_pattern(
     Raises:
         ScheduleError: the period is too short for the actions of a rank.
     """
-    stages, length = placement.num_stages, 1 + full
-    slots = [PeriodicSlots(period) for _ in range(placement.num_ranks)]
+    stages = placement.num_stages
+    busy = [[False] * period for _ in range(placement.num_ranks)]
     # The full backwards left to place on each rank; each needs two slots in a row.
-    to_come = [len(placement.stages_of(rank)) * full for rank in range(len(slots))]
+    to_come = [len(placement.stages_of(rank)) * full for rank in range(placement.num_ranks)]
     starts: list[float] = [0] * (2 * stages)
-    start: float = 0
+    start = 0
     chain = (*range(stages), *range(2 * stages - 1, stages - 1, -1))
     for kind, gap in zip(chain, (0, *gaps), strict=True):
         rank = placement.rank_of(kind % stages)
-        takes = 1 if kind < stages else length
-        to_come[rank] -= takes - 1
-        start = starts[kind] = _place(slots[rank], start + gap, takes, to_come[rank], period)
+        long = full and kind >= stages
+        to_come[rank] -= long
+        start = starts[kind] = _take(busy[rank], start + gap, 1 + long, to_come[rank])
     return PeriodicPattern(period=period, starts=tuple(starts))
 
 
-def _place(slots: PeriodicSlots, start: float, length: int, pairs: int, period: int) -> float:
-    """Reserve the first time at which an action fits and ``pairs`` of two slots remain free."""
-    for _ in range(period):
-        time = slots.fit(start, length)
-        if time is None:
-            break
-        before = slots.busy[:]
-        slots.take(time, length)
-        if sum(int(gap) // 2 for gap in slots.free_gaps()) >= pairs:
+def _take(busy: list[bool], start: int, length: int, pairs: int) -> int:
+    """Take the first free ``length`` slots from ``start`` on that leave ``pairs`` of two slots."""
+    period = len(busy)
+    for time in range(start, start + period):
+        wanted = {(time + unit) % period for unit in range(length)}
+        if len(wanted) < length or any(busy[slot] for slot in wanted):
+            continue
+        text = "".join("x" if slot in wanted or busy[slot] else "." for slot in range(period))
+        first = text.index("x")
+        gaps = (text[first:] + text[:first]).split("x")
+        if sum(len(gap) // 2 for gap in gaps) >= pairs:
+            busy[:] = (each == "x" for each in text)
             return time
-        slots.busy[:] = before
-        start = time + 1
     raise ScheduleError(f"a period of {period} is too short for the actions of a rank")

@@ -31,24 +31,21 @@ half the size of a 1F1B stage's. Bubbles, in chunks, where tF = tB = tW (1F1B's 
     1f1b-v    1     2⌊(2P + 2) / 3⌋       5(P - 1) where 3 divides P - 1, 5P - 6 where it divides
                                           P - 2, for M ≥ P
 
-V-Min suffers most from uneven costs: its ranks have no results in store. ZB-V reaches V-ZB's bubble
-by hand-made phases.
+V-Min suffers most from uneven costs: its ranks have no results in store.
 
 Where 3 divides P, 1F1B-V's shortest pattern takes one activation more than its memory, so ranks
-wait one or two units per microbatch, and from M = 2P on the whole takes longer than 1F1B. With
-``limit=2 * ((2 * P + 2) // 3) + 1`` no rank waits: the bubble is 5P - 3 for M ≥ 2P. The default
-keeps the published memory. Any P ≥ 1, M ≥ 1.
+wait, and from M = 2P on the whole takes longer than 1F1B. With one activation more (``limit``) no
+rank waits: the bubble is 5P - 3 for M ≥ 2P. Any P ≥ 1, M ≥ 1.
 
 Source: arXiv:2405.15362, sec. 3; the pattern of 1F1B-V is chosen here.
 """
 
 from __future__ import annotations
 
-from penstock.errors import ScheduleError
 from penstock.schedule.families.common import program_of
 from penstock.schedule.families.periodic import chain_pattern
+from penstock.schedule.family import refuse_option
 from penstock.schedule.list_schedule import list_schedule
-from penstock.schedule.messages import is_count, number_of
 from penstock.schedule.placement import v_shape
 from penstock.schedule.program import Program
 
@@ -89,26 +86,20 @@ def one_f_one_b_v(*, ranks: int, microbatches: int, limit: int | None = None) ->
     """
     least = 2 * ((2 * ranks + 2) // 3)
     limit = least if limit is None else limit
-    if not is_count(limit, least):
-        on = number_of(ranks, "rank")
-        raise ScheduleError(
-            f"1f1b-v on {on}: limit={limit!r} activations do not suffice; give {least} or more, a "
-            "whole number"
-        )
-    conflicts = ranks % 3 == 0
-    fits = limit > least or not conflicts
-    longer = conflicts and fits
+    refuse_option("1f1b-v", "limit", limit, least)
+    longer = ranks % 3 == 0 and limit > least
+    # A pattern beyond its memory can continue only if any ready action may run out of order.
+    tight = ranks % 3 == 0 and not longer
+    legs, turns = (1, 1, 2, 2), (1 + longer, 1, 2)
     return _v_program(
         "1f1b-v",
         ranks,
         microbatches,
-        (1, 1, 2, 2),
-        (2 if longer else 1, 1, 2),
+        legs,
+        turns,
         least + longer,
-        # With too little memory a pattern can continue only if any ready action may run out of
-        # order.
-        spare=1 if fits else 0,
-        overtake=not fits,
+        spare=int(not tight),
+        overtake=tight,
         full=True,
     )
 
@@ -127,12 +118,9 @@ def _v_program(
 ) -> Program:
     """A V-shaped pattern, repeated every six units, then list-scheduled.
 
-    Args:
-        legs: the gaps from rank to rank: of forwards down, forwards up, and backwards along each of
-            these.
-        turns: the gaps between two actions on the same rank: at the foot of the V, at the model's
-            end, and at the foot again.
-        limit, spare, overtake: as ``list_schedule`` takes them.
+    ``legs`` are the gaps from rank to rank, of forwards down, forwards up, and backwards along each
+    of these; ``turns`` the gaps between two actions on one rank: at the foot of the V, at the
+    model's end, and at the foot again. The rest is as ``list_schedule`` takes it.
     """
     placement = v_shape(ranks)
     gaps = [legs[0]] * (ranks - 1)

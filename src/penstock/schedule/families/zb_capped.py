@@ -1,6 +1,6 @@
 """ZB-1p and ZB-2p: zero bubble for given costs, in the memory of P or of 2P activations.
 
-ZB-1p, P = 3, M = 5 (tF = tB = tW = 1), where nothing better than ZB-H1 exists:
+ZB-1p, P = 3, M = 5 (tF = tB = tW = 1), which is ZB-H1:
 
     rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
     rank 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
@@ -12,11 +12,9 @@ ZB-2p, P = 3, M = 6:
     rank 1  .. F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 W0 I4 W1 I5 W2 W3 W4 W5 ..
     rank 2  .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 W0 W1 W2 W3 W4 W5
 
-No closed form is best for all costs. So several warm-ups are tried, from 1F1B's to the longest that
-the memory allows; weight gradients fill idle time (``penstock.schedule.list_schedule``). The best
-of them and of ZB-H1 and ZB-H2, where those fit, is taken: by its bubble, that is its makespan, then
-by its span. The result depends on the costs alone; ``penstock.search`` takes more time, and finds
-more. Any P ≥ 1, M ≥ 1.
+The best, by makespan and then by span, of list schedules with several warm-ups, from 1F1B's to the
+longest that the memory allows, and of ZB-H1 and ZB-H2 where those fit. The result depends on the
+costs alone; ``penstock.search`` takes more time, and finds more. Any P ≥ 1, M ≥ 1.
 
 Source: arXiv:2401.10241, sec. 3.
 """

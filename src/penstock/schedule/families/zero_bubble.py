@@ -42,8 +42,6 @@ Source: arXiv:2401.10241, sec. 2.2, over the loops of arXiv:2104.04473, sec. 2.2
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from penstock.schedule.families.common import Phases, alternating, even_groups, phased_v
 from penstock.schedule.placement import linear, looped
 from penstock.schedule.program import Program
@@ -53,34 +51,18 @@ __all__ = ["interleaved_zb", "zb_h1", "zb_h2", "zbv"]
 
 def zb_h1(*, ranks: int, microbatches: int) -> Program:
     """1F1B with a split backward, in no more memory."""
-    return replace(interleaved_zb(ranks=ranks, microbatches=microbatches, virtual=1), name="zb-h1")
+    return alternating("zb-h1", linear(ranks), microbatches, ahead=1, behind=1)
 
 
 def interleaved_zb(*, ranks: int, microbatches: int, virtual: int) -> Program:
     """The backward is split, and weight gradients fill the gaps."""
-    placement = looped(ranks, virtual)
-    groups = even_groups(microbatches, ranks=ranks)
-    ahead = (virtual - 1) * max(groups)
-    return alternating(
-        "interleaved-zb",
-        placement,
-        microbatches,
-        groups=groups,
-        warmups=[ahead + ranks - 1 - rank for rank in range(ranks)],
-        behind=range(ranks),
-    )
+    groups, placement = even_groups(microbatches, ranks=ranks), looped(ranks, virtual)
+    return alternating("interleaved-zb", placement, microbatches, groups=groups, ahead=1, behind=1)
 
 
 def zb_h2(*, ranks: int, microbatches: int) -> Program:
     """No bubble from a rank's first start to its last end, for twice the memory."""
-    return alternating(
-        "zb-h2",
-        linear(ranks),
-        microbatches,
-        groups=(microbatches,),
-        warmups=[2 * (ranks - 1 - rank) for rank in range(ranks)],
-        behind=[2 * rank for rank in range(ranks)],
-    )
+    return alternating("zb-h2", linear(ranks), microbatches, ahead=2, behind=2)
 
 
 def zbv(*, ranks: int, microbatches: int) -> Program:

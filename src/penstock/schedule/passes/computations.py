@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from penstock.errors import ScheduleError
@@ -22,10 +23,8 @@ def forward_only(program: Program) -> Program:
     """
     refuse_no_program(program, "forward_only()")
     return program.with_ranks(
-        tuple(
-            tuple(act for step in steps for act in step.parts if act.op is Op.FORWARD)
-            for steps in program.ranks
-        )
+        [act for step in steps for act in step.parts if act.op is Op.FORWARD]
+        for steps in program.ranks
     )
 
 
@@ -48,8 +47,8 @@ def merge_backward(program: Program) -> Program:
                     merged.pop()
                     step = action(step.stage, Op.FULL_BACKWARD, step.microbatch)
             merged.append(step)
-        ranks.append(tuple(merged))
-    return program.with_ranks(tuple(ranks))
+        ranks.append(merged)
+    return program.with_ranks(ranks)
 
 
 def recompute(program: Program, *, stages: Iterable[int] | None = None) -> Program:
@@ -57,8 +56,8 @@ def recompute(program: Program, *, stages: Iterable[int] | None = None) -> Progr
 
         before   0F0 0F1 0B0 0B1        after   0F0 0F1 0RECOMPUTE0 0B0 0RECOMPUTE1 0B1
 
-    From F to RECOMPUTE a stage holds only the microbatch's inputs. Keeps the order of all steps;
-    the recomputation for an overlapped pair comes before the pair.
+    From F to RECOMPUTE a stage holds only the microbatch's inputs. The recomputation for an
+    overlapped pair comes before the pair.
 
     Args:
         program: any program with backwards, with or without transfers.
@@ -74,18 +73,17 @@ def recompute(program: Program, *, stages: Iterable[int] | None = None) -> Progr
         raise ScheduleError(
             f"program {program.name!r} has no backwards: there is nothing to recompute for"
         )
-    ranks = []
-    for steps in program.ranks:
-        recomputed: list[Step] = []
-        for step in steps:
-            recomputed += (
-                action(act.stage, Op.RECOMPUTE, act.microbatch)
-                for act in step.parts
-                if act.op in INPUT_GRADS and act.stage in chosen
-            )
-            recomputed.append(step)
-        ranks.append(tuple(recomputed))
-    return program.with_ranks(tuple(ranks))
+
+    def before(step: Step) -> list[Step]:
+        return [
+            action(act.stage, Op.RECOMPUTE, act.microbatch)
+            for act in step.parts
+            if act.op in INPUT_GRADS and act.stage in chosen
+        ]
+
+    return program.with_ranks(
+        [each for step in steps for each in (*before(step), step)] for steps in program.ranks
+    )
 
 
 def offload(program: Program, *, stages: Iterable[int] | None = None, ahead: int = 1) -> Program:
@@ -96,7 +94,7 @@ def offload(program: Program, *, stages: Iterable[int] | None = None, ahead: int
 
     An OFFLOAD stands right after its F, a RELOAD ``ahead`` computations before its backward, so
     that both copies run beside the compute. An activation stays on the device if its backward comes
-    too soon to offload it for at least one computation. Keeps the order of all steps.
+    too soon to offload it for at least one computation.
 
     Args:
         program: any program with or without transfers.
@@ -114,14 +112,14 @@ def offload(program: Program, *, stages: Iterable[int] | None = None, ahead: int
         raise ScheduleError(
             f"offload(ahead={ahead!r}): expected a whole number of computations, at least 1"
         )
-    return program.with_ranks(tuple(_offloaded(steps, chosen, ahead) for steps in program.ranks))
+    return program.with_ranks(_offloaded(steps, chosen, ahead) for steps in program.ranks)
 
 
-def _offloaded(steps: tuple[Step, ...], stages: frozenset[int], ahead: int) -> tuple[Step, ...]:
+def _offloaded(steps: tuple[Step, ...], stages: frozenset[int], ahead: int) -> list[Step]:
     computing = [i for i, step in enumerate(steps) if any(a.op in COMPUTE for a in step.parts)]
     forwards: dict[tuple[int, int | None], int] = {}
-    after: dict[int, list[Step]] = {}
-    before: dict[int, list[Step]] = {}
+    after: defaultdict[int, list[Step]] = defaultdict(list)
+    before: defaultdict[int, list[Step]] = defaultdict(list)
     for place, index in enumerate(computing):
         for act in steps[index].parts:
             key = (act.stage, act.microbatch)
@@ -131,12 +129,12 @@ def _offloaded(steps: tuple[Step, ...], stages: frozenset[int], ahead: int) -> t
                 forwards[key] = place
             elif act.op in INPUT_GRADS and place - ahead > forwards.get(key, place) + 1:
                 made, needed = computing[forwards[key]], computing[place - ahead]
-                after.setdefault(made, []).append(action(act.stage, Op.OFFLOAD, act.microbatch))
-                before.setdefault(needed, []).append(action(act.stage, Op.RELOAD, act.microbatch))
+                after[made].append(action(act.stage, Op.OFFLOAD, act.microbatch))
+                before[needed].append(action(act.stage, Op.RELOAD, act.microbatch))
     moved: list[Step] = []
     for index, step in enumerate(steps):
-        moved += [*before.get(index, ()), step, *after.get(index, ())]
-    return tuple(moved)
+        moved += [*before[index], step, *after[index]]
+    return moved
 
 
 def _chosen(program: Program, stages: Iterable[int] | None, caller: str) -> frozenset[int]:

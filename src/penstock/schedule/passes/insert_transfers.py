@@ -4,20 +4,17 @@
     rank 1   1F0 1B0 1F1 1B1       1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
 
 A send stands right after the step that makes the value. A receive is posted one computing step
-ahead of the step that uses the value, so that the value travels while the step before computes. It
-is posted earlier only if necessary: to keep the same order at both ends of a directed pair of
-ranks, or to prevent a deadlock of ranks that wait for each other's receives.
+ahead of the step that uses the value, so that the value travels while the step before computes, or
+earlier: to keep the same order at both ends of a directed pair of ranks, or to prevent a deadlock.
 
 If a pair of ranks has one channel for both directions, a posted receive blocks later sends until
-its message arrives. So both ends must have the messages of both directions in one order: that of
-the time of sending in a replay where F, I and W take one unit each and every step starts as soon as
-possible:
+its message arrives. So both ends have the messages of both directions in one order, that of sending
+in a replay where F, I and W take one unit each:
 
     rank 0   0F0 0F1 .   .   0B0 0B1     0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
     rank 1   .   1F0 1B0 --- 1F1 1B1     1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
 
-A rank that waits for a message waits for an earlier action of the replay, whatever the true costs,
-so there is no deadlock.
+A rank waits only for earlier actions of the replay, so there is no deadlock, whatever the costs.
 """
 
 from __future__ import annotations
@@ -83,8 +80,8 @@ def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Progr
         for number in queue:
             row = rows[number // width] if number >= 0 else None
             merged.append(next(kept) if row is None else row[number % width])
-        ranks.append(tuple(merged))
-    return program.with_ranks(tuple(ranks))
+        ranks.append(merged)
+    return program.with_ranks(ranks)
 
 
 def _just_ahead(computed: IndexedProgram) -> list[list[int]]:

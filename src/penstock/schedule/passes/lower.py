@@ -73,8 +73,8 @@ def reduce_gradients(program: Program) -> Program:
         # stages share a pair, the lower stage is reduced first.
         for stage, place in sorted(last.items(), key=lambda item: (item[1], item[0]), reverse=True):
             reduced.insert(place + 1, action(stage, Op.REDUCE_GRAD))
-        ranks.append(tuple(reduced))
-    return program.with_ranks(tuple(ranks))
+        ranks.append(reduced)
+    return program.with_ranks(ranks)
 
 
 def insert_sharding(program: Program, *, max_unsharded_stages: int = 3) -> Program:
@@ -108,8 +108,8 @@ def insert_sharding(program: Program, *, max_unsharded_stages: int = 3) -> Progr
             sharded += [action(s, Op.UNSHARD) for s in wanted if s not in present]
             sharded.append(step)
             present = wanted
-        ranks.append((*sharded, *(action(s, Op.RESHARD) for s in present)))
-    return program.with_ranks(tuple(ranks))
+        ranks.append([*sharded, *(action(s, Op.RESHARD) for s in present)])
+    return program.with_ranks(ranks)
 
 
 def _windows(steps: tuple[Step, ...], most: int) -> list[tuple[int, ...]]:
