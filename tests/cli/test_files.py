@@ -12,7 +12,7 @@ from rich.progress import Progress, TaskID
 from torch.nn import functional as F
 
 from penstock import Costs, Op, Pipeline, build, check, load_csv, simulate
-from penstock.cli.sources import complete
+from penstock.cli.settings import complete
 from penstock.schedule.passes import lower, recompute
 from penstock.schedule.passes import offload as move_to_host
 from penstock.schedule.registry import family

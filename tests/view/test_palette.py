@@ -8,7 +8,7 @@ import pytest
 
 from penstock import Costs, build, simulate
 from penstock.schedule.action import Op
-from penstock.view.palette import colour_of, name_of, shade
+from penstock.view.palette import LOOKS, shade
 from penstock.view.timeline import Timeline
 
 
@@ -29,7 +29,7 @@ def hue(colour: str) -> float:
 )
 def test_hues_are_those_of_the_papers(op: Op, lowest: float, highest: float) -> None:
     """Forwards blue, backwards green-blue, weight gradients green; so are shades of them."""
-    for colour in (colour_of(op), shade(colour_of(op), 0, 2), shade(colour_of(op), 1, 2)):
+    for colour in (LOOKS[op].colour, shade(LOOKS[op].colour, 0, 2), shade(LOOKS[op].colour, 1, 2)):
         assert lowest <= hue(colour) <= highest
 
 
@@ -44,8 +44,8 @@ def test_the_page_s_boxes_have_these_colours_on_white(name: str) -> None:
         fills = {
             fill
             for kind, fill in zip(boxes["kind"], boxes["fill"], strict=True)
-            if kind == name_of(op)
+            if kind == LOOKS[op].name
         }
-        assert fills == {shade(colour_of(op), step, stages) for step in range(stages)}
+        assert fills == {shade(LOOKS[op].colour, step, stages) for step in range(stages)}
     assert timeline.box.glyph.fill_color == "fill"
     assert timeline.plot.background_fill_color == "#ffffff"

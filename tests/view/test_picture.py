@@ -12,7 +12,7 @@ from penstock import Costs, PenstockError, build, simulate
 from penstock.schedule.action import Op
 from penstock.schedule.passes import recompute
 from penstock.trace import Trace
-from penstock.view.palette import FRAME, colour_of, shade
+from penstock.view.palette import FRAME, LOOKS, shade
 from penstock.view.picture import draw
 
 
@@ -34,8 +34,8 @@ def test_boxes_labels_and_lanes_are_those_of_the_trace(tmp_path: Path) -> None:
     draw(trace_of("1f1b"), tmp_path / "t.svg")
     svg = (tmp_path / "t.svg").read_text()
     assert [w for w in words(svg) if w.startswith("rank")] == [f"rank {r}" for r in range(4)]
-    assert boxes(svg, colour_of(Op.FORWARD)) == 4 * 8
-    assert boxes(svg, colour_of(Op.FULL_BACKWARD)) == 4 * 8
+    assert boxes(svg, LOOKS[Op.FORWARD].colour) == 4 * 8
+    assert boxes(svg, LOOKS[Op.FULL_BACKWARD].colour) == 4 * 8
     assert words(svg).count("F7") == words(svg).count("B7") == 4
     assert "1f1b, 4 ranks: makespan 33, bubble 27.3%" in words(svg)
     assert {"forward", "backward", "idle"} <= set(words(svg))
@@ -46,8 +46,8 @@ def test_stages_of_one_rank_differ_in_shade(tmp_path: Path) -> None:
     draw(trace_of("zbv"), tmp_path / "t.svg")
     svg = (tmp_path / "t.svg").read_text()
     for op in (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD):
-        assert boxes(svg, shade(colour_of(op), 0, 2)) == 4 * 8
-        assert boxes(svg, shade(colour_of(op), 1, 2)) == 4 * 8
+        assert boxes(svg, shade(LOOKS[op].colour, 0, 2)) == 4 * 8
+        assert boxes(svg, shade(LOOKS[op].colour, 1, 2)) == 4 * 8
 
 
 def test_a_recomputation_bears_a_letter_as_all_else(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_recomputation_bears_a_letter_as_all_else(tmp_path: Path) -> None:
 def test_labels_are_left_out_where_there_is_no_room(tmp_path: Path) -> None:
     draw(trace_of("gpipe", microbatches=200), tmp_path / "t.svg", width=5)
     svg = (tmp_path / "t.svg").read_text()
-    assert boxes(svg, colour_of(Op.FORWARD)) == 4 * 200
+    assert boxes(svg, LOOKS[Op.FORWARD].colour) == 4 * 200
     assert "199" not in words(svg)
 
 
@@ -122,6 +122,6 @@ def test_blocks_are_framed_and_copies_drawn_beside_the_compute(tmp_path: Path) -
     svg = (tmp_path / "t.svg").read_text()
     copies = sum(act.op is Op.OFFLOAD for act in offloading.program.actions())
     for op in (Op.OFFLOAD, Op.RELOAD):
-        assert sum(boxes(svg, shade(colour_of(op), step, 2)) for step in range(2)) == copies > 0
+        assert sum(boxes(svg, shade(LOOKS[op].colour, step, 2)) for step in range(2)) == copies > 0
     assert {"offload to the host", "reload from the host"} <= set(words(svg))
     assert "run as one block" not in words(svg)

@@ -13,7 +13,7 @@ from penstock import Costs, build, simulate
 from penstock.schedule.action import Op
 from penstock.schedule.passes import recompute
 from penstock.trace import Trace
-from penstock.view.palette import colour_of
+from penstock.view.palette import LOOKS
 from penstock.view.terminal import legend, timeline
 from penstock.view.text import to_text
 
@@ -38,8 +38,8 @@ def test_boxes_carry_the_microbatch_on_the_colour_of_their_op() -> None:
         "rank 0   0 1     0     1  \n"  #
         "rank 1     0 0   1 1      \n"
     )
-    assert coloured(text, colour_of(Op.FORWARD)) == " 0 1 0 1"
-    assert coloured(text, colour_of(Op.FULL_BACKWARD)) == " 0   1   0   1  "
+    assert coloured(text, LOOKS[Op.FORWARD].colour) == " 0 1 0 1"
+    assert coloured(text, LOOKS[Op.FULL_BACKWARD].colour) == " 0   1   0   1  "
 
 
 def test_without_room_colours_stand_alone() -> None:
@@ -75,7 +75,7 @@ def test_host_transfers_have_separate_lanes_and_colours() -> None:
     assert text.plain.count("to host") == text.plain.count("back") == 1
     for op in (Op.OFFLOAD, Op.RELOAD):
         copied = [span.action for span in trace.spans if span.action.op is op]
-        assert len(coloured(text, colour_of(op)).split()) == len(copied) > 0
+        assert len(coloured(text, LOOKS[op].colour).split()) == len(copied) > 0
     assert "offload to the host" in legend(trace).plain
     assert "reload from the host" in legend(trace).plain
 

@@ -8,8 +8,17 @@ from typing import Annotated
 import typer
 
 from penstock.cli import output as out
-from penstock.cli.settings import Settings, message_of, option, with_options
-from penstock.cli.sources import argument, is_file, load, load_program, takes_virtual
+from penstock.cli.settings import (
+    Settings,
+    argument,
+    is_file,
+    load,
+    load_program,
+    message_of,
+    option,
+    takes_virtual,
+    with_options,
+)
 from penstock.errors import ScheduleError
 from penstock.schedule.check import Channels
 from penstock.schedule.check import check as check_program

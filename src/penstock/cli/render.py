@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli import output as out
-from penstock.cli.settings import Settings, option, with_options
-from penstock.cli.sources import argument, load
+from penstock.cli.settings import Settings, argument, load, option, with_options
 from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.rules import COMPUTE

@@ -67,17 +67,10 @@ def search(
             bar.update(task, completed=progress.share, description=progress.method, best=text)
 
         found = find(
-            settings.costs(),
-            **settings.sizes(),
-            memory_limit=settings.memory,
-            objective=objective.value,
-            time_limit_s=time_limit,
-            seed=seed,
-            recompute=recompute,
-            offload=offload,
-            pareto=pareto,
-            progress=show,
-        )
+            settings.costs(), **settings.sizes(), memory_limit=settings.memory,
+            objective=objective.value, time_limit_s=time_limit, seed=seed, recompute=recompute,
+            offload=offload, pareto=pareto, progress=show,
+        )  # fmt: skip
         bar.update(task, completed=1.0)
     # Without a memory limit, recomputation and offload can't make a program faster.
     _print(found, among_all=settings.memory is None or recompute or offload)

@@ -95,16 +95,11 @@ def split(
             world=None,
         )  # fmt: skip
     config = BalanceConfig(
-        num_stages=num_stages,
+        num_stages=num_stages, memory_limit=memory_limit, state_factor=state_factor,
+        bandwidth=bandwidth, latency_s=latency, objective=objective, microbatches=microbatches,
         placement=None if program is None else program.placement,
         in_flight=None if program is None else _peak_in_flight(program),
-        memory_limit=memory_limit,
-        state_factor=state_factor,
-        bandwidth=bandwidth,
-        latency_s=latency,
-        objective=objective,
-        microbatches=microbatches,
-    )
+    )  # fmt: skip
     if costs is not None and costs.exists():
         measured = Profile.load(costs)
     else:

@@ -27,7 +27,7 @@ from penstock.simulate.critical_path import causes_of
 from penstock.simulate.memory import Curve, StageMemory
 from penstock.simulate.simulation import Simulation
 from penstock.trace import Span, Trace
-from penstock.view.palette import amount, ink, letter_of, name_of, shades
+from penstock.view.palette import LOOKS, amount, ink, shades
 
 __all__ = ["Columns", "Drawable", "Drawing", "arrange", "drawn", "ops_drawn", "trace_of"]
 
@@ -192,7 +192,7 @@ def _boxes(
         fill = colours[span.rank, act.op, act.stage]
         number, label = "" if act.microbatch is None else str(act.microbatch), ""
         if act.op in COMPUTE:
-            label, cause = letter_of(act.op) + number, cause_of(span)
+            label, cause = act.op.value[0] + number, cause_of(span)
             if cause is not None and cause.rank == span.rank:
                 waited = f"its rank, busy with {cause.action}"
             elif cause is not None:
@@ -205,7 +205,7 @@ def _boxes(
         others = ", ".join(str(other.action) for other in pair if other.action != act)
         yield (
             left, right, *axes.y(span.rank, act.op, *part), right - left, fill, inks[fill], label,
-            span.rank, name, name_of(act.op), act.stage, number, waited,
+            span.rank, name, LOOKS[act.op].name, act.stage, number, waited,
             f"one block with {others}" if others else "", differences.get(name, ""),
             1.0 if span in path else _PALE,
         )  # fmt: skip

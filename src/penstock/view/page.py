@@ -23,7 +23,7 @@ from penstock.simulate.simulation import Simulation
 from penstock.trace import Trace
 from penstock.view import palette
 from penstock.view.layout import Drawable, ops_drawn, trace_of
-from penstock.view.palette import amount, time_text
+from penstock.view.palette import LOOKS, amount, time_text
 from penstock.view.timeline import STRETCHED, Timeline, bk
 
 __all__ = [
@@ -141,7 +141,7 @@ def _differences_table(rows: Sequence[Difference], names: tuple[str, str], unit:
     signed = bk.HTMLTemplateFormatter(template=_SIGNED)
     columns: list[tuple[str, str, Any, list[Any]]] = [
         ("action", "action", text, [str(row.action) for row in rows]),
-        ("kind", "kind", text, [palette.name_of(row.action.op) for row in rows]),
+        ("kind", "kind", text, [LOOKS[row.action.op].name for row in rows]),
         ("rank", "rank", count, [row.rank for row in rows]),
     ]
     ran, planned = [row.measured for row in rows], [row.simulated for row in rows]
@@ -164,9 +164,8 @@ def _differences_table(rows: Sequence[Difference], names: tuple[str, str], unit:
 def toggle_row(timelines: Sequence[Timeline], legend: Any) -> Any:
     """Buttons that show the critical path and the memory in these plots, beside the legend."""
     path = bk.Toggle(label="critical path", name="toggle path", width=112, stylesheets=[_CSS])
-    memory = bk.Toggle(
-        label="memory", active=True, name="toggle memory", width=84, stylesheets=[_CSS]
-    )
+    memory = bk.Toggle(label="memory", name="toggle memory", width=84, stylesheets=[_CSS])
+    memory.active = True
     for timeline in timelines:
         path.js_on_change("active", timeline.show_path)
         memory.js_on_change("active", timeline.show_memory)
@@ -236,20 +235,14 @@ def figures_of(
 
 def legend_html(traces: Sequence[Trace]) -> str:
     """The legend of the colours used in a drawing of these traces."""
-    chips = [
-        (
-            palette.name_of(op),
-            f"background:{colour};color:{palette.ink(colour)}",
-            palette.letter_of(op) if op in COMPUTE else "",
-        )
-        for op in ops_drawn(traces)
-        for colour in [palette.colour_of(op)]
-    ]
+    chips = []
+    for op in ops_drawn(traces):
+        look = f"background:{LOOKS[op].colour};color:{palette.ink(LOOKS[op].colour)}"
+        chips.append((LOOKS[op].name, look, op.value[0] if op in COMPUTE else ""))
     chips.append(("idle", "background:#fff;border:1px solid #b9c3cd", ""))
     stages = {(i, s.rank, s.action.stage) for i, trace in enumerate(traces) for s in trace.spans}
     if len(stages) > len({place[:2] for place in stages}):
-        forward = palette.colour_of(Op.FORWARD)
-        first, last = (palette.shade(forward, step, 2) for step in (0, 1))
+        first, last = (palette.shade(LOOKS[Op.FORWARD].colour, step, 2) for step in (0, 1))
         look = f"background:linear-gradient(90deg,{first} 50%,{last} 50%)"
         chips.append(("a rank's first, last stage", look, ""))
     if any(trace.overlapped_pairs for trace in traces):

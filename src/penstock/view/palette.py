@@ -6,14 +6,16 @@ forwards blue, backwards green-blue, weight gradients green, idle time white.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from penstock.schedule.action import Op
 from penstock.schedule.messages import numbers_of
 from penstock.schedule.program import Program
 from penstock.trace import Trace
 
 __all__ = [
-    "FONT", "FRAME", "amount", "ansi_of", "axis_label", "colour_of", "ink", "letter_of", "name_of",
-    "shade", "shades", "sizes_text", "time_text",
+    "FONT", "FRAME", "LOOKS", "Look", "amount", "axis_label", "ink", "shade", "shades",
+    "sizes_text", "time_text",
 ]  # fmt: skip
 
 FRAME = "#1c2733"
@@ -22,46 +24,33 @@ FRAME = "#1c2733"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 """The font of pages."""
 
-# The name of an op, its colour, and its background and text colour on terminals with 16 colours,
-# where the ANSI colours nearest to these would coincide for several ops.
-_DRAWN: dict[Op, tuple[str, str, tuple[str, str]]] = {
-    Op.FORWARD: ("forward", "#4f86d9", ("blue", "bright_white")),
-    Op.FULL_BACKWARD: ("backward", "#1f9c8d", ("cyan", "black")),
-    Op.INPUT_GRAD: ("input gradient", "#6cc9d8", ("bright_cyan", "black")),
-    Op.WEIGHT_GRAD: ("weight gradient", "#6bb35a", ("green", "black")),
-    Op.RECOMPUTE: ("recompute", "#8f9bb3", ("white", "black")),
-    Op.OFFLOAD: ("offload to the host", "#8e6bbf", ("magenta", "bright_white")),
-    Op.RELOAD: ("reload from the host", "#d98ac0", ("bright_magenta", "black")),
+
+class Look(NamedTuple):
+    """The name of an op in words, its colour, and its background and text colour on terminals with
+    16 colours, where the ANSI colours nearest to ``colour`` would coincide for several ops."""
+
+    name: str
+    colour: str = "#c9b28f"
+    ansi: tuple[str, str] = ("yellow", "black")
+
+
+LOOKS: dict[Op, Look] = {
+    Op.FORWARD: Look("forward", "#4f86d9", ("blue", "bright_white")),
+    Op.FULL_BACKWARD: Look("backward", "#1f9c8d", ("cyan", "black")),
+    Op.INPUT_GRAD: Look("input gradient", "#6cc9d8", ("bright_cyan", "black")),
+    Op.WEIGHT_GRAD: Look("weight gradient", "#6bb35a", ("green", "black")),
+    Op.RECOMPUTE: Look("recompute", "#8f9bb3", ("white", "black")),
+    Op.OFFLOAD: Look("offload to the host", "#8e6bbf", ("magenta", "bright_white")),
+    Op.RELOAD: Look("reload from the host", "#d98ac0", ("bright_magenta", "black")),
+    Op.SEND_F: Look("send activations"),
+    Op.RECV_F: Look("receive activations"),
+    Op.SEND_B: Look("send gradients"),
+    Op.RECV_B: Look("receive gradients"),
+    Op.UNSHARD: Look("gather parameters"),
+    Op.RESHARD: Look("release parameters"),
+    Op.REDUCE_GRAD: Look("reduce gradients"),
 }
-_OTHERS: dict[Op, str] = {
-    Op.SEND_F: "send activations",
-    Op.RECV_F: "receive activations",
-    Op.SEND_B: "send gradients",
-    Op.RECV_B: "receive gradients",
-    Op.UNSHARD: "gather parameters",
-    Op.RESHARD: "release parameters",
-    Op.REDUCE_GRAD: "reduce gradients",
-}
-
-
-def name_of(op: Op) -> str:
-    """The name of an op in words, such as "input gradient"."""
-    return _DRAWN[op][0] if op in _DRAWN else _OTHERS[op]
-
-
-def letter_of(op: Op) -> str:
-    """The letter of an op in labels."""
-    return op.value[0]
-
-
-def colour_of(op: Op) -> str:
-    """The colour of an op; messages and sharding share one."""
-    return _DRAWN[op][1] if op in _DRAWN else "#c9b28f"
-
-
-def ansi_of(op: Op) -> tuple[str, str]:
-    """The background and text colour of an op on terminals with 16 colours."""
-    return _DRAWN[op][2] if op in _DRAWN else ("yellow", "black")
+"""How each op is drawn."""
 
 
 def _channels(colour: str) -> list[int]:
@@ -92,7 +81,7 @@ def shades(trace: Trace) -> dict[tuple[int, Op, int], str]:
     for rank, stage in sorted({(rank, stage) for rank, _, stage in used}):
         stages.setdefault(rank, []).append(stage)
     return {
-        (rank, op, stage): shade(colour_of(op), stages[rank].index(stage), len(stages[rank]))
+        (rank, op, stage): shade(LOOKS[op].colour, stages[rank].index(stage), len(stages[rank]))
         for rank, op, stage in used
     }
 

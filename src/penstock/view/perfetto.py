@@ -21,7 +21,7 @@ from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import parse_action, parse_step
 from penstock.simulate.critical_path import needed_by, producers
 from penstock.trace import Span, Trace
-from penstock.view.palette import name_of
+from penstock.view.palette import LOOKS
 
 __all__ = ["from_perfetto", "save_perfetto", "to_perfetto"]
 
@@ -113,16 +113,12 @@ def _read(document: _Event) -> Trace:
     )
 
 
-def _lane(span: Span) -> int:
-    return _COMPUTE_LANE if span.action.op in COMPUTE else _OTHER_LANE
-
-
 def _lane_names(trace: Trace) -> Iterator[_Event]:
     """Metadata events that name and order processes and threads."""
-    used = {(span.rank, _lane(span)) for span in trace.spans}
+    with_others = {span.rank for span in trace.spans if span.action.op not in COMPUTE}
     for rank in range(trace.num_ranks):
         lanes = [("process", 0, f"rank {rank}", rank), ("thread", _COMPUTE_LANE, "compute", 0)]
-        if (rank, _OTHER_LANE) in used:
+        if rank in with_others:
             lanes.append(("thread", _OTHER_LANE, "messages", 1))
         for kind, lane, text, order in lanes:
             place = {"pid": rank, "tid": lane}
@@ -135,14 +131,15 @@ def _complete_events(trace: Trace) -> Iterator[_Event]:
     scale, pair_of = _SCALE[trace.unit], trace.pair_of()
     for span in trace.spans:
         act, length = span.action, span.end - span.start
+        lane = _COMPUTE_LANE if act.op in COMPUTE else _OTHER_LANE
         args: _Event = {"stage": act.stage, "op": act.op.value}
         if act.microbatch is not None:
             args["microbatch"] = act.microbatch
         if act in pair_of:
             args["block"] = str(pair_of[act])
         yield {
-            "ph": "X", "name": str(act), "cat": name_of(act.op), "pid": span.rank,
-            "tid": _lane(span), "ts": span.start * scale, "dur": length * scale, "args": args,
+            "ph": "X", "name": str(act), "cat": LOOKS[act.op].name, "pid": span.rank,
+            "tid": lane, "ts": span.start * scale, "dur": length * scale, "args": args,
         }  # fmt: skip
 
 
@@ -156,7 +153,12 @@ def _arrows(trace: Trace) -> Iterator[_Event]:
         if needed in made and made[needed].rank != span.rank
     )
     for number, (needed, maker, user) in enumerate(crossing):
-        arrow = {"cat": "message", "name": name_of(needed.op), "id": number, "tid": _COMPUTE_LANE}
+        arrow = {
+            "cat": "message",
+            "name": LOOKS[needed.op].name,
+            "id": number,
+            "tid": _COMPUTE_LANE,
+        }
         # A flow event binds to the enclosing slice, so it starts within the producer's.
         left = (maker.start + maker.end) / 2
         yield {**arrow, "ph": "s", "pid": maker.rank, "ts": left * scale}

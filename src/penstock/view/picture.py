@@ -15,7 +15,7 @@ from penstock.errors import PenstockError
 from penstock.schedule.messages import number_of
 from penstock.trace import Trace
 from penstock.view.layout import Columns, Drawing, arrange, ops_drawn
-from penstock.view.palette import FRAME, axis_label, colour_of, name_of, time_text
+from penstock.view.palette import FRAME, LOOKS, axis_label, time_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -171,7 +171,7 @@ def _draw_labels(axes: Axes, boxes: Columns, inches: float) -> None:
 def _draw_legend(figure: Figure, traces: Sequence[Trace]) -> None:
     from matplotlib.patches import Patch
 
-    patches = [Patch(facecolor=colour_of(op), label=name_of(op)) for op in ops_drawn(traces)]
+    patches = [Patch(facecolor=LOOKS[op].colour, label=LOOKS[op].name) for op in ops_drawn(traces)]
     patches.append(Patch(facecolor="white", edgecolor="#bbbbbb", label="idle"))
     if any(trace.overlapped_pairs for trace in traces):
         patches.append(Patch(facecolor="white", edgecolor=FRAME, label="run as one block"))

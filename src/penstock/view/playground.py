@@ -132,11 +132,9 @@ class Playground:
             options = parse_options(filter(None, map(str.strip, self.options.value.split(","))))
         refuse_options(family(name), options)
         costs = Costs(
-            forward=self.forward.value,
-            input_grad=self.input_grad.value,
-            weight_grad=self.weight_grad.value,
-            latency=self.latency.value,
-        )
+            forward=self.forward.value, input_grad=self.input_grad.value,
+            weight_grad=self.weight_grad.value, latency=self.latency.value,
+        )  # fmt: skip
         sizes = {"ranks": int(self.ranks.value), "microbatches": int(self.microbatches.value)}
         program = build_for(costs, name, virtual=virtual, **sizes, **options)
         # Costs per rank are for a rank's whole part of the model.

@@ -9,7 +9,7 @@ from penstock.schedule.action import Op
 from penstock.schedule.rules import COMPUTE, HOST_TRANSFERS
 from penstock.trace import Trace
 from penstock.view.layout import drawn
-from penstock.view.palette import ansi_of, ink, name_of, shades
+from penstock.view.palette import LOOKS, ink, shades
 from penstock.view.text import grid, to_text
 
 __all__ = ["legend", "timeline"]
@@ -44,7 +44,7 @@ def legend(trace: Trace, *, shaded: bool = True) -> Text:
     for span in drawn(trace):
         if span.action.op in COMPUTE | HOST_TRANSFERS:
             style = styles[span.rank, span.action.op, span.action.stage]
-            first.setdefault(name_of(span.action.op), style)
+            first.setdefault(LOOKS[span.action.op].name, style)
     text = Text("\n")
     for name, style in first.items():
         text.append("  ", style).append(f" {name}   ")
@@ -57,5 +57,5 @@ def _styles(trace: Trace, *, shaded: bool) -> dict[tuple[int, Op, int], Style]:
     """The style of each rank, op and stage."""
     looks = {place: (shade, ink(shade)) for place, shade in shades(trace).items()}
     if not shaded:
-        looks = {place: ansi_of(place[1]) for place in looks}
+        looks = {place: LOOKS[place[1]].ansi for place in looks}
     return {place: Style(color=text, bgcolor=back) for place, (back, text) in looks.items()}

@@ -22,7 +22,6 @@ from typing import TypeAlias
 from penstock.schedule.action import Action, Op
 from penstock.trace import Span, Trace
 from penstock.view.layout import drawn
-from penstock.view.palette import letter_of
 
 __all__ = ["grid", "to_text"]
 
@@ -87,7 +86,7 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> list[tuple[str, La
     def label(act: Action) -> str:
         """``F3``, or ``2F3`` if ranks hold several stages; `` 3`` if brief."""
         stage = str(act.stage) if several else ""
-        return f" {act.microbatch}" if brief else f"{stage}{letter_of(act.op)}{act.microbatch}"
+        return f" {act.microbatch}" if brief else f"{stage}{act.op.value[0]}{act.microbatch}"
 
     size = max((len(label(s.action)) for _, lane in lanes for s in lane), default=1)
     count = math.ceil(trace.makespan / length - _ROUNDING)
@@ -119,7 +118,7 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> list[tuple[str, La
             elif labelled:
                 text = label(span.action).ljust(size) if begins else "-" * size
             else:
-                text = "+" if joins else letter_of(span.action.op)
+                text = "+" if joins else span.action.op.value[0]
             yield span, ("+" if joins else " ") * labelled + text
 
     # Labels begin with a gap.
