@@ -32,7 +32,6 @@ from penstock.errors import PenstockError
 COMPILER = "torch._dynamo"
 
 if TYPE_CHECKING:
-    from torch.distributed._composable.replicate import DDP as ComposableDdp
     from torch.distributed.fsdp import FSDPModule
 
 # -------------------- tensors and modules --------------------
@@ -300,15 +299,13 @@ def is_fsdp1(module: object) -> bool:
     return isinstance(module, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel"))
 
 
-def is_composable_ddp(module: object) -> TypeGuard[ComposableDdp]:
+def is_composable_ddp(module: object) -> bool:
     """True if the DDP-based ``replicate`` was applied to ``module``; its class is not public."""
     return isinstance(module, _loaded("torch.distributed._composable.replicate", "DDP"))
 
 
-def _replicate_state(module: ComposableDdp) -> Any:
-    from torch.distributed._composable.replicate import replicate
-
-    return replicate.state(module)  # type: ignore[arg-type]
+def _replicate_state(module: nn.Module) -> Any:
+    return _loaded("torch.distributed._composable.replicate", "replicate").state(module)
 
 
 def broadcast_ddp_buffers(module: DistributedDataParallel) -> None:
@@ -334,7 +331,7 @@ def switch_ddp_sink(module: DistributedDataParallel, *, off: bool) -> bool:
     return before
 
 
-def ddp_within(module: ComposableDdp) -> DistributedDataParallel:
+def ddp_within(module: nn.Module) -> DistributedDataParallel:
     """The DDP module of a module under ``replicate``, which makes and hides it in a forward."""
     state = _replicate_state(module)
     if state._init_args or state._init_kwargs:
@@ -343,7 +340,7 @@ def ddp_within(module: ComposableDdp) -> DistributedDataParallel:
     return ddp
 
 
-def composable_syncs(module: ComposableDdp) -> bool:
+def composable_syncs(module: nn.Module) -> bool:
     """True if a module under ``replicate`` reduces gradients: the setting has no public getter."""
     return not _replicate_state(module)._no_sync
 
@@ -355,19 +352,14 @@ def fsdp_finish_backward(root: FSDPModule) -> None:
     """
     state: Any = root._get_fsdp_state()
     for each in state._state_ctx.all_states:
-        for group in _fsdp_groups(each):
+        # Torch 2.11 has at most one group of parameters per module.
+        groups = getattr(each, "_fsdp_param_groups", None)
+        for group in filter(None, [each._fsdp_param_group] if groups is None else groups):
             group._training_state = type(group._training_state).IDLE
     # Exists since torch 2.15, where the callback sets it too.
     context, manual = state._state_ctx, "manual_backward_finalization_active"
     setattr(context, manual, getattr(context, manual, None) or False)
     state._root_post_backward_final_callback()
-
-
-def _fsdp_groups(state: Any) -> list[Any]:
-    """The parameter groups of one module's FSDP state; torch 2.11 has at most one."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return [*state._fsdp_param_groups]
-    return [group for group in (state._fsdp_param_group,) if group is not None]
 
 
 # -------------------- the runtime and process groups --------------------

@@ -1,1 +1,1 @@
-"""Trace a model as a graph (torch.export, torch.fx), and cut the graph into stages."""
+"""Capture a model as a graph by torch.export, and cut the graph into stages."""

@@ -36,9 +36,8 @@ __all__ = [
     "take_marks",
 ]
 
-_BY_POSITION = operator.attrgetter("position")
-# An operation that writes in place, and the values that share the memory.
-Write: TypeAlias = tuple[fx.Node, list[fx.Node]]
+# The operations that write in place, each with the values that share the memory.
+Writes: TypeAlias = Sequence[tuple[fx.Node, Sequence[fx.Node]]]
 
 aten: Any = torch.ops.aten
 # These return their input itself in evaluation, while their fake results have memory of their own.
@@ -52,12 +51,12 @@ CAN_CROSS = (
 NO_WORK = frozenset({operator.getitem, aten.sym_size.int})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Cut:
-    """A place to cut: its name for users, and the number of operations before it."""
+    """A place to cut: the number of operations before it, and its name for users."""
 
-    label: str
     position: int
+    label: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,21 +115,18 @@ def all_cuts(
 
 def cuts_at_names(marks: Sequence[Cut], stages: Sequence[Sequence[str]]) -> Sequence[Cut]:
     """Start each stage at the first of its modules to run, of which none may run in another."""
-    first: dict[str, Cut] = {}
-    for mark in marks:
-        first.setdefault(mark.label, mark)
-    called = [[(n, first[label_of(n)]) for n in names if label_of(n) in first] for names in stages]
-    if not all(called[1:]):
-        stage = called.index([], 1)
+    first = {mark.label: mark for mark in reversed(marks)}
+    called = [{n: first[label_of(n)] for n in names if label_of(n) in first} for names in stages]
+    if {} in called[1:]:
+        stage = called.index({}, 1)
         raise PartitionError(
             f"stage {stage} has no beginning: the forward calls none of "
             f"{abbreviate(stages[stage])}; name modules that it calls"
         )
-    starts = [min((mark for _, mark in each), key=_BY_POSITION) for each in called[1:]]
-    starts.sort(key=_BY_POSITION)
+    starts = sorted(min(each.values()) for each in called[1:])
     positions = [start.position for start in starts]
     for stage, each in enumerate(called):
-        for name, mark in each:
+        for name, mark in each.items():
             if (runs_in := bisect_right(positions, mark.position)) != stage:
                 raise PartitionError(
                     f"{name} is named in stage {stage}, but runs in stage {runs_in} of the "
@@ -204,20 +200,13 @@ def _assign(graph: fx.Graph, positions: Sequence[int]) -> GraphCut:
 
 def _boundaries(graph: fx.Graph) -> str:
     """Describe, for messages, the module boundaries at which a graph can be cut in two."""
-    first: dict[str, int] = {}
-    end: dict[str, int] = {}
-    repeated: set[str] = set()
+    calls = defaultdict(list)
     for position, node in enumerate(n for n in graph.nodes if n.op.startswith("call")):
         for name in node.meta.get("modules", ()):
-            first.setdefault(name, position)
-            if end.get(name, position) != position:
-                repeated.add(name)
-            end[name] = position + 1
-    labels: dict[int, str] = {}
-    for side, positions in (("before", first), ("after", end)):
-        for name, position in positions.items():
-            if name not in repeated:
-                labels.setdefault(position, f"{side} {name}")
+            calls[name].append(position)
+    once = {name: at for name, at in calls.items() if at[-1] - at[0] < len(at)}
+    labels = {at[-1] + 1: f"after {name}" for name, at in reversed(once.items())}
+    labels |= {at[0]: f"before {name}" for name, at in reversed(once.items())}
     writes, valid = _writes(graph), []
     for position, label in sorted(labels.items()):
         cut = _assign(graph, [position])
@@ -229,7 +218,7 @@ def _boundaries(graph: fx.Graph) -> str:
 # --- values that can't cross --------------------------------------------------------------------
 
 
-def _problems(cut: GraphCut, writes: Sequence[Write]) -> Iterator[tuple[int, str]]:
+def _problems(cut: GraphCut, writes: Writes) -> Iterator[tuple[int, str]]:
     """The boundaries that can't be crossed, and the reason of each."""
     for boundary, nodes in enumerate(cut.crossing):
         for node in nodes:
@@ -261,8 +250,7 @@ def _problems(cut: GraphCut, writes: Sequence[Write]) -> Iterator[tuple[int, str
             )
 
 
-def _writes(graph: fx.Graph) -> list[Write]:
-    """The operations that write in place, each with the values that share what it writes into."""
+def _writes(graph: fx.Graph) -> Writes:
     sharing = defaultdict(list)
     for node in graph.nodes:
         for storage in _memory(node):
