@@ -597,22 +597,11 @@ class HookWatch(TorchFunctionMode):
 
 
 def in_function_forward() -> bool:
-    """True if the caller runs within the forward of a user's or torch's autograd function.
+    """True within the forward of an autograd function, which makes its own graph, or none.
 
-    Such a function builds its own graph in its backward, or none. Torch has no query for this: the
-    stack shows it, up to the frames outside of the model's code.
+    There alone (and in inference mode) is forward-mode AD off; its query is not public.
     """
-    frame: Any = sys._getframe(1)
-    ours = True
-    while frame is not None:
-        was, ours = ours, frame.f_code.co_filename.startswith(_OURS)
-        if ours and not was:
-            return False
-        first = next(iter(frame.f_code.co_varnames), "")
-        if isinstance(frame.f_locals.get(first), torch.autograd.function.FunctionCtx):
-            return True
-        frame = frame.f_back
-    return False
+    return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 # -------------------- torch.export --------------------

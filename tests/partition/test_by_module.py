@@ -251,7 +251,9 @@ def test_modules_named_out_of_order() -> None:
 
 
 def test_a_module_that_runs_again_later() -> None:
-    with pytest.raises(NotByModule, match=r"blocks\.0 is called several times, in stage 0 and"):
+    with pytest.raises(
+        NotByModule, match=r"blocks\.0 is in stage 0, but .* which stage 1 computes"
+    ):
         split_by_module(TwiceLate(), [2, 2], batch("NetBase"))
     split_by_module(TwiceLate(), ["head"], batch("NetBase"))
 
@@ -382,7 +384,7 @@ def test_outputs_that_depend_on_values() -> None:
 
     # Counts can't run on shapes: its number in the trace is of made-up values.
     first, _ = split_by_module(Net(), [2, 2], batch("NetBase")).stages
-    with pytest.raises(PartitionError, match=r"output 1 of count is .*in its trace"):
+    with pytest.raises(PartitionError, match=r"count returned \(.*, -?\d+\), in its trace \("):
         first(x=batch("NetBase")["x"] + 100)
 
 

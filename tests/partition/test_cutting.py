@@ -151,7 +151,7 @@ def test_models_not_cut_by_module_are_captured(caplog: pytest.LogCaptureFixture)
 
 def test_the_method_may_be_named(caplog: pytest.LogCaptureFixture) -> None:
     options: Any = {"loss_fn": square, "ranks": 2, "example": (X[:3],), "n_microbatches": 2}
-    with pytest.raises(PartitionError, match="several times") as raised:
+    with pytest.raises(PartitionError, match="keep all calls of a module in one stage") as raised:
         Pipeline(Again(), method="module", **options)
     assert "torch.export" not in str(raised.value)
     for model in (Again(), NetBase()):

@@ -178,11 +178,11 @@ def test_a_function_meets_the_whole_model_and_its_children_first() -> None:
     assert torch.equal(dict(pipe.named_buffers())["order"], torch.arange(32))
 
 
-def test_non_persistent_buffers_are_distinguished(caplog: pytest.LogCaptureFixture) -> None:
+def test_uninitialized_buffers_are_named(caplog: pytest.LogCaptureFixture) -> None:
     """Whole numbers as well: zeros would be taken for positions without a word."""
     with caplog.at_level(logging.WARNING, "penstock"):
         Pipeline(net_on_meta(), ranks=2, n_microbatches=1)
-    assert "the buffers shift, order, which are in no state either" in caplog.text
+    assert "initialized by nobody: shift, order; " in caplog.text
 
 
 def test_values_of_submodules_are_kept() -> None:

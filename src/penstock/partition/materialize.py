@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -72,10 +71,14 @@ def materialize(
         return
     blank = {id(real): version_of(real) for real in real_of.values()}
     roots = modules if model is None else [model]
-    with torch.no_grad(), _in_place_of_meta(roots, real_of):
-        done: set[int] = set()
-        for root in roots:
-            _initialize(root, init_fn, blank, done, is_given=init_fn is not None)
+    others = [place for place in _on_meta(roots) if id(place[2]) in real_of]
+    try:
+        for registry, name, tensor in others:
+            registry[name] = real_of[id(tensor)]
+        _initialize(roots, init_fn, blank)
+    finally:
+        for registry, name, tensor in others:
+            registry[name] = tensor
     _warn_of_blank(modules, blank)
 
 
@@ -91,53 +94,38 @@ def _on_meta(roots: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str, Tens
     ]
 
 
-@contextmanager
-def _in_place_of_meta(roots: Sequence[nn.Module], real_of: Mapping[int, Tensor]) -> Iterator[None]:
-    """Put real tensors in place of the whole model's meta tensors, within this block."""
-    places = [place for place in _on_meta(roots) if id(place[2]) in real_of]
-    try:
-        for registry, name, tensor in places:
-            registry[name] = real_of[id(tensor)]
-        yield
-    finally:
-        for registry, name, tensor in places:
-            registry[name] = tensor
-
-
+@torch.no_grad()
 def _initialize(
-    module: nn.Module,
-    init_fn: InitFn | None,
-    blank: Mapping[int, int],
-    done: set[int],
-    *,
-    is_given: bool,
+    roots: Sequence[nn.Module], init_fn: InitFn | None, blank: Mapping[int, int]
 ) -> None:
-    """Initialize the new tensors (``blank``) of a module after its children's.
+    """Initialize the new tensors (``blank``) of modules, children first."""
+    done: set[int] = set()
 
-    ``init_fn`` is the user's if ``is_given``, else the enclosing model's.
-    """
-    if id(module) in done:
-        return
-    done.add(id(module))
-    if not is_given:
-        init_fn = _own_init(module) or init_fn
-    omitted = () if is_given else adapters(module)
-    for name, child in module.named_children():
-        if name not in omitted:
-            _initialize(child, init_fn, blank, done, is_given=is_given)
-    own = [t for registry in registries(module) for t in registry.values() if t is not None]
-    params = list(module.parameters())
-    # Skips a module whose subtree already has loaded values, since its initializer would overwrite
-    # them; tensors that it owns directly are initialized.
-    is_new = all(p.is_meta or id(p) in blank for p in params)
-    considered = (*own, *params, *module.buffers()) if is_new else own
-    if not any(id(tensor) in blank for tensor in considered):
-        return
-    reset = getattr(module, "reset_parameters", None)
-    if init_fn is not None:
-        init_fn(module)
-    elif callable(reset):
-        reset()
+    def visit(module: nn.Module, init: InitFn | None) -> None:
+        if id(module) in done:
+            return
+        done.add(id(module))
+        if init_fn is None:  # the enclosing model's
+            init = _own_init(module) or init
+        omitted = adapters(module) if init_fn is None else ()
+        for name, child in module.named_children():
+            if name not in omitted:
+                visit(child, init)
+        considered = [t for registry in registries(module) for t in registry.values()]
+        params = list(module.parameters())
+        # Skips a module whose subtree already has loaded values, since its initializer would
+        # overwrite them; tensors that it owns directly are initialized.
+        if all(p.is_meta or id(p) in blank for p in params):
+            considered += [*params, *module.buffers()]
+        if any(id(tensor) in blank for tensor in considered):
+            reset = getattr(module, "reset_parameters", None)
+            if init is not None:
+                init(module)
+            elif callable(reset):
+                reset()
+
+    for root in roots:
+        visit(root, init_fn)
 
 
 def _own_init(module: nn.Module) -> InitFn | None:
@@ -151,22 +139,14 @@ def _own_init(module: nn.Module) -> InitFn | None:
 
 
 def _warn_of_blank(modules: Sequence[nn.Module], blank: Mapping[int, int]) -> None:
-    """Warn of uninitialized tensors, separately for tensors inside and outside state dicts."""
-    unset: dict[bool, list[str]] = {True: [], False: []}
-    for stage in modules:
-        saved = stage.state_dict(keep_vars=True).keys()
-        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
-            if id(tensor) in blank and _is_blank(tensor, blank[id(tensor)]):
-                unset[name in saved].append(name)
-    message = "made on the meta device and initialized by nobody: "
-    if unset[True]:
-        logger.warning("%s%s; load a state, or pass init_fn=", message, abbreviate(unset[True]))
-    if unset[False]:
+    named = [pair for m in modules for pair in (*m.named_parameters(), *m.named_buffers())]
+    unset = [name for name, t in named if id(t) in blank and _is_blank(t, blank[id(t)])]
+    if unset:
         logger.warning(
-            "%sthe buffers %s, which are in no state either, so that results will be wrong; set "
-            "them in init_fn=, or in the model's _init_weights",
-            message,
-            abbreviate(unset[False]),
+            "made on the meta device and initialized by nobody: %s; set them in init_fn= or in the "
+            "model's _init_weights, or load a state that has them (buffers that are not persistent "
+            "are in none)",
+            abbreviate(unset),
         )
 
 

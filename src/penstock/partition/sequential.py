@@ -10,7 +10,7 @@ it takes ``state`` and returns ``(output, state)``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -20,7 +20,6 @@ from penstock.partition.plan import split_by_counts
 from penstock.stage.stage import takes_state
 
 __all__ = [
-    "LayerSplit",
     "SequentialStage",
     "StatefulSequentialStage",
     "cut",
@@ -29,8 +28,6 @@ __all__ = [
     "layers_of",
     "with_states",
 ]
-
-LayerSplit: TypeAlias = Sequence[int] | Sequence[Sequence[str]]
 
 # torch's own layers that treat every position of a sequence independently.
 _POSITIONWISE = (
@@ -53,17 +50,17 @@ class SequentialStage(nn.Module):
         super().__init__()
         for name, layer in layers.items():
             self.add_module(name, layer)
-        self._layers = tuple(layers)
+        self._names = tuple(layers)
         self.last = last
 
     @property
     def layers(self) -> dict[str, nn.Module]:
         """The layers by name, in order."""
-        return {name: self.get_submodule(name) for name in self._layers}
+        return {name: self.get_submodule(name) for name in self._names}
 
     def forward(self, value: Any) -> Any:
         """Run the layers one after the other."""
-        for name in self._layers:
+        for name in self._names:
             value = self._modules[name](value)  # type: ignore[misc]
         return value if self.last else (value,)
 
@@ -79,10 +76,9 @@ class StatefulSequentialStage(SequentialStage):
     """
 
     def __init__(self, stage: SequentialStage) -> None:
-        layers = stage.layers
-        super().__init__(layers, last=stage.last)
-        self._stateful = frozenset(name for name, layer in layers.items() if takes_state(layer))
-        for name, layer in layers.items():
+        super().__init__(stage.layers, last=stage.last)
+        self._stateful = {name for name, layer in stage.layers.items() if takes_state(layer)}
+        for name, layer in stage.layers.items():
             if name not in self._stateful and not _is_positionwise(layer):
                 raise PartitionError(
                     f"layer {name!r}, a {type(layer).__name__}, takes no state, so that it would "
@@ -91,16 +87,16 @@ class StatefulSequentialStage(SequentialStage):
                     "the attribute positionwise = True"
                 )
 
-    def forward(self, value: Any, state: tuple[Any, ...] | None = None) -> Any:
+    def forward(self, value: Any, state: dict[str, Any] | None = None) -> Any:
         """Run the layers in sequence, each with its own state from the previous chunk."""
-        states: list[Any] = []
-        for i, (name, layer) in enumerate(self.layers.items()):
+        states: dict[str, Any] = {}
+        for name, layer in self.layers.items():
             if name in self._stateful:
-                value, new = layer(value, state=None if state is None else state[i])
+                before = None if state is None else state[name]
+                value, states[name] = layer(value, state=before)
             else:
-                value, new = layer(value), None
-            states.append(new)
-        return value if self.last else (value,), tuple(states)
+                value = layer(value)
+        return value if self.last else (value,), states
 
 
 def with_states(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
@@ -109,15 +105,13 @@ def with_states(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
     Raises:
         PartitionError: the model was not cut layer by layer, or a layer takes no state.
     """
-    stages = []
-    for module in modules:
-        if not isinstance(module, SequentialStage):
-            raise PartitionError(
-                "sequence chunks need a list of layers or an nn.Sequential of them, each of which "
-                "takes the state of the chunk before; or pass PipelineStages"
-            )
-        stages.append(StatefulSequentialStage(module))
-    return tuple(stages)
+    stages = [module for module in modules if isinstance(module, SequentialStage)]
+    if len(stages) < len(modules):
+        raise PartitionError(
+            "sequence chunks need a list of layers or an nn.Sequential of them, each of which "
+            "takes the state of the chunk before; or pass PipelineStages"
+        )
+    return tuple(map(StatefulSequentialStage, stages))
 
 
 def _is_positionwise(layer: nn.Module) -> bool:
@@ -126,24 +120,19 @@ def _is_positionwise(layer: nn.Module) -> bool:
     return type(layer) in _POSITIONWISE or getattr(layer, "positionwise", False) is True
 
 
-def is_sequence(model: Any) -> bool:
+def is_sequence(model: Any) -> TypeGuard[nn.Sequential | Sequence[Any]]:
     """True for an ``nn.Sequential`` or a list of layers."""
     return not isinstance(model, nn.Module) or isinstance(model, nn.Sequential)
 
 
-def layers_of(model: nn.Module | Sequence[Any]) -> dict[str, nn.Module]:
+def layers_of(model: nn.Sequential | Sequence[Any]) -> dict[str, nn.Module]:
     """The layers of a sequence by name, in order; a repeated layer is listed in each place.
 
     Args:
         model: an ``nn.Sequential``, or a list of modules, named by index.
 
     Raises:
-        PartitionError: the model is neither, or does more than run its layers in sequence.
-
-    Example:
-        >>> relu = nn.ReLU()
-        >>> list(layers_of(nn.Sequential(nn.Linear(2, 2), relu, nn.Linear(2, 2), relu)))
-        ['0', '1', '2', '3']
+        PartitionError: a layer is no module, or the model does more than run its layers in turn.
     """
     if not isinstance(model, nn.Module):
         for i, layer in enumerate(model):
@@ -153,17 +142,11 @@ def layers_of(model: nn.Module | Sequence[Any]) -> dict[str, nn.Module]:
                     "wrap a function in a module, and don't mix modules with PipelineStages"
                 )
         return {str(i): layer for i, layer in enumerate(model)}
-    name = type(model).__name__
-    if not isinstance(model, nn.Sequential):
-        raise PartitionError(
-            f"a {name} can't be cut by itself; pass an nn.Sequential, a list of modules, or "
-            "PipelineStages"
-        )
     if not is_sequential(model) or has_forward_hooks(model):
         raise PartitionError(
-            f"the {name} does more than to run its layers in turn (a forward of its own, or hooks "
-            "on the whole), which stages would leave out; pass its layers as a list, or "
-            "PipelineStages"
+            f"the {type(model).__name__} does more than to run its layers in turn (a forward of "
+            "its own, or hooks on the whole), which stages would leave out; pass its layers as a "
+            "list, or PipelineStages"
         )
     return dict(children(model))
 
@@ -183,7 +166,9 @@ def even_split(num_layers: int, num_stages: int) -> list[int]:
     return [quotient + (stage < rest) for stage in range(num_stages)]
 
 
-def cut(layers: Mapping[str, nn.Module], split: LayerSplit) -> list[SequentialStage]:
+def cut(
+    layers: Mapping[str, nn.Module], split: Sequence[int] | Sequence[Sequence[str]]
+) -> list[SequentialStage]:
     """Cut layers into stages.
 
     Args:
@@ -194,34 +179,23 @@ def cut(layers: Mapping[str, nn.Module], split: LayerSplit) -> list[SequentialSt
         PartitionError: the split leaves layers out, names unknown ones, or has empty stages.
     """
     names = list(layers)
-    if not split:
-        raise PartitionError("the split is empty; name the layers of each stage, or count them")
-    groups = _groups(names, split)
-    if any(not group for group in groups):
-        raise PartitionError(f"stage {groups.index([])} of the split is empty: {list(split)}")
-    flat = [name for group in groups for name in group]
-    if flat != names:
+    counts = [part for part in split if isinstance(part, int)]
+    if counts and (min(counts) < 1 or sum(counts) != len(names)):
         raise PartitionError(
-            "the split must name every layer once and in order: unknown "
+            f"the split {counts} counts {sum(counts)} layers, but there are {len(names)}; say for "
+            "each stage how many layers it has, at least one"
+        )
+    groups = [list(part) for part in split if not isinstance(part, int)]
+    groups = groups or split_by_counts(names, counts)
+    flat = [name for group in groups for name in group]
+    if flat != names or not all(groups):
+        raise PartitionError(
+            "the split must name every layer once and in order, and leave no stage empty: unknown "
             f"{[name for name in flat if name not in layers]}, left over "
-            f"{[name for name in names if name not in flat]}, named {flat}, layers are {names}"
+            f"{[name for name in names if name not in flat]}, named {groups}, layers are {names}"
         )
     last = len(groups) - 1
     return [
         SequentialStage({name: layers[name] for name in group}, last=i == last)
         for i, group in enumerate(groups)
     ]
-
-
-def _groups(names: list[str], split: LayerSplit) -> list[list[str]]:
-    counts = [part for part in split if isinstance(part, int)]
-    if not counts:
-        return [[part] if isinstance(part, str) else list(part) for part in split]  # type: ignore
-    if len(counts) < len(split):
-        raise PartitionError(f"the split {list(split)} mixes counts with names; use either")
-    if min(counts) < 0 or sum(counts) != len(names):
-        raise PartitionError(
-            f"the split {counts} counts {sum(counts)} layers, but there are {len(names)}; say for "
-            "each stage how many layers it has, none of them negative"
-        )
-    return split_by_counts(names, counts)

@@ -45,13 +45,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def names_by_tensor(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """All names of each parameter and buffer, by id, in the order of the model's tree.
-
-    Example:
-        >>> shared = nn.Linear(1, 1, bias=False)
-        >>> list(names_by_tensor(nn.Sequential(shared, shared)).values())
-        [('0.weight', '1.weight')]
-    """
+    """All names of each parameter and buffer, by id, in the order of the model's tree."""
     found: dict[int, tuple[str, ...]] = {}
     for name, tensor in named_tensors(model).items():
         found[id(tensor)] = (*found.get(id(tensor), ()), name)
@@ -59,14 +53,10 @@ def names_by_tensor(model: nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 def find_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
-    """Find the parameters that several modules share as one object.
+    """Find the parameters that several stages' modules, given in order, share as one object.
 
-    Args:
-        modules: the modules of all stages, in order.
-
-    Returns:
-        A tie for each shared parameter, in the order of the first stages' parameters. If a stage
-        has several names for the parameter, the tie uses the first.
+    Returns a tie for each, in the order of the first stages' parameters, with the first name that
+    each stage has for it.
 
     Example:
         >>> embed, head = nn.Embedding(5, 2), nn.Linear(2, 5, bias=False)
@@ -129,30 +119,25 @@ class SharedBuffers:
 
     Raises:
         PartitionError: several stages share a layer that updates running statistics.
-
-    Example:
-        >>> norm = nn.BatchNorm1d(4)
-        >>> SharedBuffers({0: norm, 1: norm})  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-            ...
-        penstock.errors.PartitionError: the BatchNorm1d of stage 0 is that of stage 1 too...
-        >>> shared = SharedBuffers({0: norm.eval(), 1: norm})
     """
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
-        self._shared: list[tuple[weakref.ref[nn.Module], str, str, int, int]] = []
+        # Per buffer its layer and name, and the message if it is written.
+        self._shared: list[tuple[weakref.ref[nn.Module], str, str]] = []
         seen: dict[int, tuple[int, str]] = {}
         for stage, module in modules.items():
             for name, layer in module.named_modules():
-                first, first_name = seen.setdefault(id(layer), (stage, name))
+                first, path = seen.setdefault(id(layer), (stage, name))
                 if first == stage:
                     continue
                 if layer.training and getattr(layer, "track_running_stats", False):
-                    what = f"{type(layer).__name__} {first_name}".rstrip()
-                    raise _shared_error(what, first, stage, "updates its running statistics")
+                    what = f"{type(layer).__name__} {path}".rstrip()
+                    how = "updates its running statistics"
+                    raise PartitionError(_shared_message(what, first, stage, how))
                 for buffer in buffers_of(layer):
-                    what = f"buffer {f'{first_name}.{buffer}'.removeprefix('.')}"
-                    self._shared.append((weakref.ref(layer), buffer, what, first, stage))
+                    what = f"buffer {f'{path}.{buffer}'.removeprefix('.')}"
+                    message = _shared_message(what, first, stage, "is written")
+                    self._shared.append((weakref.ref(layer), buffer, message))
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -163,20 +148,18 @@ class SharedBuffers:
         """
         before = self._versions()
         yield
-        for (_, _, what, first, stage), was, now in zip(
-            self._shared, before, self._versions(), strict=True
-        ):
+        for (*_, message), was, now in zip(self._shared, before, self._versions(), strict=True):
             if now[0] is not was[0] or now[1] != was[1]:
-                raise _shared_error(what, first, stage, "is written")
+                raise PartitionError(message)
 
     def _versions(self) -> list[tuple[Tensor | None, int]]:
-        layers = ((ref(), buffer) for ref, buffer, *_ in self._shared)
+        layers = ((ref(), name) for ref, name, _ in self._shared)
         found = [None if layer is None else buffers_of(layer).get(name) for layer, name in layers]
         return [(b, 0 if b is None or b.is_inference() else version_of(b)) for b in found]
 
 
-def _shared_error(what: str, first: int, stage: int, how: str) -> PartitionError:
-    return PartitionError(
+def _shared_message(what: str, first: int, stage: int, how: str) -> str:
+    return (
         f"the {what} of stage {first} is that of stage {stage} too, and {how} in each call, in "
         "another order than one process; give each stage its own layer, freeze it before (eval()), "
         "or put both uses in one stage"

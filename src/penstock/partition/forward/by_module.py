@@ -1,9 +1,5 @@
 """Cut a model by the names of its modules.
 
-    split_by_module(model, [["embed", "layers.0"], ["layers.1", "norm", "head"]])
-                           [2, 2]                   two of the repeated blocks per stage
-                           ["layers.2"]             a new stage begins with layers.2
-
     stage 0    embed   layers.0      .         .      .          each stage runs the model's own
     stage 1      .        .       layers.1   norm   head         forward; a dot is a placeholder
 
@@ -16,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +25,7 @@ from penstock.partition.forward.forward_plan import (
     plan_forward,
     try_cut,
 )
-from penstock.partition.forward.forward_trace import DrawsOnHost, ForwardTrace, ForwardTracer
+from penstock.partition.forward.forward_trace import ForwardTrace, ForwardTracer
 from penstock.partition.forward.leaf_modules import LeafModules, NotByModule, find_leaf_modules
 from penstock.partition.forward.module_stage import ModuleStage
 from penstock.partition.forward.placeholder import ValueKind, ValueRef
@@ -40,8 +36,6 @@ from penstock.partition.ties import named_tensors, record_ties
 from penstock.stage.boundary import TensorMeta
 
 __all__ = ["ModuleSplit", "NotByModule", "computes_loss", "split_by_module", "tensors_between"]
-
-BoundaryTensors: TypeAlias = tuple[TensorMeta, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,34 +108,26 @@ def split_by_module(
                 f"{name or 'the model'} has a backward hook, but runs on several stages, each of "
                 "which would call it; register it on a module that runs whole"
             )
-    tracer, trace = _trace_example(leaves, device, example)
-    num_stages, shared = spec.num_stages, leaves.shared
+    tracer, trace = _trace(leaves, device, example)
     try:
         assignment = assign_stages(leaves, spec, trace)
+        plan = None if trace is None else plan_forward(trace, assignment)
     except PartitionError as error:
-        if spec.stages:  # the error names the wrong one
-            raise
-        raise PartitionError(_with_boundaries(error, leaves, trace)) from error
-    try:
-        plan = None if trace is None else plan_forward(trace, assignment, num_stages, shared)
-    except PartitionError as error:
-        raise NotByModule(_with_boundaries(error, leaves, trace)) from error
+        raise type(error)(_with_boundaries(error, leaves, trace)) from error
 
     def make_plan(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> ForwardPlan:
-        fresh = tracer.run(args, kwargs, training=training)
-        return plan_forward(fresh, assignment, num_stages, shared)
+        return plan_forward(tracer.run(args, kwargs, training=training), assignment)
 
+    places = assignment.stages.items()
     names = tuple(
-        tuple(name for name, at in assignment.items() if at == stage) for stage in range(num_stages)
+        tuple(name for name, at in places if at == stage) for stage in range(spec.num_stages)
     )
     # Stateless leaf modules are on every stage, and run where their inputs are available first.
-    stateless = [name for name, at in assignment.items() if at is None]
+    stateless = [name for name, at in places if at is None]
     # Only the first stage sees inputs of new shapes: a rank keeps only its own leaf modules, but
     # its tracer may hold the whole model.
     stages = tuple(
-        ModuleStage(
-            leaves, frozenset([*own, *stateless]), i, num_stages, None if i else make_plan, device
-        )
+        ModuleStage(leaves, frozenset([*own, *stateless]), i, None if i else make_plan, device)
         for i, own in enumerate(names)
     )
     record_ties(stages)
@@ -156,8 +142,8 @@ def computes_loss(model: nn.Module, example: Example) -> bool:
     Raises:
         NotByModule: the model can't be traced.
     """
-    leaves = find_leaf_modules(model, ())
-    return _trace(ForwardTracer(leaves, torch.device("cpu")), model, example).loss
+    _, trace = _trace(find_leaf_modules(model, ()), torch.device("cpu"), example)
+    return trace is not None and trace.loss
 
 
 def tensors_between(
@@ -165,34 +151,15 @@ def tensors_between(
     blocks: Sequence[Sequence[str]],
     example: Example,
     device: torch.device,
-) -> list[BoundaryTensors | None]:
+) -> list[tuple[TensorMeta, ...] | None]:
     """The tensors that cross each boundary between blocks, as stages cut by module send them.
 
-    Args:
-        model: the model.
-        blocks: per block the names of its modules, in the order in which they run.
-        example: one microbatch.
-        device: the device of the stages.
-
-    Returns:
-        For the boundary after each block but the last, its tensors; None if the model can't be cut
-        by module there.
-
-    Example:
-        >>> class Net(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        ...     def forward(self, x):
-        ...         return x + self.layers[1](self.layers[0](x).relu())
-        >>> blocks = [["layers.0"], ["layers.1"]]
-        >>> [crossing] = tensors_between(Net(), blocks, (torch.ones(2, 4),), torch.device("cpu"))
-        >>> [tuple(meta.shape) for meta in crossing]  # x, and what the first layer returns
-        [(2, 4), (2, 4)]
+    ``blocks`` has per block the names of its modules, in the order in which they run. None for a
+    boundary at which the model can't be cut by module.
     """
     try:
         leaves = find_leaf_modules(model, [name for names in blocks for name in names])
-        trace = _trace_example(leaves, device, example)[1]
+        trace = _trace(leaves, device, example)[1]
     except PartitionError:
         return [None] * (len(blocks) - 1)
     assert trace is not None, "there is an example"
@@ -206,12 +173,13 @@ def tensors_between(
         assert isinstance(found, TensorMeta), f"{ref} is a tensor"
         return found
 
-    boundaries: list[BoundaryTensors | None] = []
-    for i in range(1, len(blocks)):
-        sides = ([name for names in side for name in names] for side in (blocks[:i], blocks[i:]))
-        plan = try_cut(leaves, SplitSpec(stages=tuple(map(tuple, sides))), trace)
-        boundaries.append(None if plan is None else tuple(map(meta_of, plan.boundary_values[0])))
-    return boundaries
+    def crossing(boundary: int) -> tuple[TensorMeta, ...] | None:
+        sides = blocks[:boundary], blocks[boundary:]
+        names = tuple(tuple(name for block in side for name in block) for side in sides)
+        plan = try_cut(leaves, SplitSpec(stages=names), trace)
+        return None if plan is None else tuple(map(meta_of, plan.boundary_values[0]))
+
+    return [crossing(boundary) for boundary in range(1, len(blocks))]
 
 
 def _with_boundaries(error: PartitionError, leaves: LeafModules, trace: ForwardTrace | None) -> str:
@@ -229,38 +197,32 @@ def _with_boundaries(error: PartitionError, leaves: LeafModules, trace: ForwardT
     return f"{error}; valid boundaries are before {abbreviate(valid, most=12)}"
 
 
-def _trace_example(
-    leaves: LeafModules, device: torch.device, example: Example | None
+def _trace(
+    leaves: LeafModules, device: torch.device, example: Example | None, hooked: bool = False
 ) -> tuple[ForwardTracer, ForwardTrace | None]:
     """A tracer and its trace of the example; installs collecting hooks if needed.
 
     Raises:
         NotByModule: the model can't be traced.
     """
-    if example is not None:
-        tracer = ForwardTracer(leaves, device)
-        try:
-            trace = _trace(tracer, leaves.model, example)
-        except NotByModule:
-            if not tracer.captures:
-                raise
-        if not tracer.captures:
-            return tracer, trace
-    install_hooks(leaves.model)
+    model = leaves.model
+    if hooked or example is None:
+        install_hooks(model)
     tracer = ForwardTracer(leaves, device)
-    return tracer, None if example is None else _trace(tracer, leaves.model, example)
-
-
-def _trace(tracer: ForwardTracer, model: nn.Module, example: Example) -> ForwardTrace:
+    if example is None:
+        return tracer, None
     args, kwargs = as_call(example)
     try:
-        return tracer.run(args, kwargs, training=model.training)
-    except DrawsOnHost:
-        raise
-    except PartitionError as error:
-        raise NotByModule(str(error)) from error
+        trace = tracer.run(args, kwargs, training=model.training)
     except Exception as error:
+        if tracer.captures and not hooked:
+            return _trace(leaves, device, example, hooked=True)
+        if isinstance(error, PartitionError):
+            raise NotByModule(str(error)) from error
         raise NotByModule(
             f"the forward of {type(model).__name__} failed on the example, traced without values: "
             f"{type(error).__name__}: {error}"
         ) from error
+    if tracer.captures and not hooked:
+        return _trace(leaves, device, example, hooked=True)
+    return tracer, trace

@@ -3,32 +3,35 @@
     call    wte    h.0    h.1    h.2    lm_head
     needs   ids    wte    h.0    h.1    h.2, labels
 
-The model's own forward runs, with copies of its leaf modules, on placeholders. A leaf module that
-can't run on shapes (such as a mixture of experts that routes tokens) runs on made-up values, and so
-does code behind the last leaf module, which only the last stage runs. The model stays unchanged,
-and its RNG state too.
+The model's own forward runs on placeholders, with copies of its leaf modules:
+
+    on shapes    a copy whose parameters are placeholders
+    on values    if that fails, as for experts that route tokens: small numbers as arguments, and
+                 as parameters where the module has none
+
+The model and its RNG state stay unchanged.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from optree import PyTreeSpec
+from torch import Tensor, nn
 
 from penstock._torch_compat import HookWatch, in_function_forward
 from penstock.errors import BoundaryError, PartitionError
 from penstock.partition.forward.leaf_modules import LeafModules
-from penstock.partition.forward.leaf_runner import LeafRunner
 from penstock.partition.forward.module_state import (
     ModuleSnapshot,
+    StateChanges,
     TensorVersions,
     are_same,
-    is_opaque,
     tensors_in,
 )
 from penstock.partition.forward.placeholder import (
@@ -36,46 +39,35 @@ from penstock.partition.forward.placeholder import (
     TopLevelOps,
     ValueKind,
     ValueRef,
+    has_value,
     on_meta,
     refs_of,
     turn_into_placeholder,
+    with_values,
 )
-from penstock.partition.forward.stage_tree import StageTree, refuse_reads
+from penstock.partition.forward.stage_tree import StageTree, copy_with_tensors, refuse_reads
 from penstock.partition.huggingface import capture_since, mark, replay
 from penstock.partition.spec import own_loss
 from penstock.stage.boundary import BoundarySpec, describe
 from penstock.stage.pytree import flatten, map_tensors, unflatten
 from penstock.stage.rng import host_random_states, preserve_rng_state
 
-__all__ = [
-    "DrawsOnHost",
-    "ForwardTrace",
-    "ForwardTracer",
-    "LeafCall",
-    "input_names",
-    "replaced_message",
-]
+__all__ = ["ForwardTrace", "ForwardTracer", "LeafCall", "replaced_message"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("penstock.partition.forward")
 
 
-class DrawsOnHost(PartitionError):
-    """The top-level forward draws from Python's or NumPy's generator.
-
-    No way of cutting supports this: a captured graph would contain the number as a constant.
-    """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LeafCall:
     """One call of a leaf module; leaves are numbered in flattened order."""
 
     leaf: str
     output: BoundarySpec  # the result, and the values that hooks collected inside the module
+    written: tuple[int, ...]  # the leaves of the output that later code writes into
+    writes: tuple[int, ...]  # the leaves of its arguments that the module writes into
+    changes: tuple[str, ...]  # the buffers and attributes of its own that it changes
+    _: KW_ONLY
     needs: frozenset[ValueRef] = frozenset()  # the provenance of its arguments
-    written: tuple[int, ...] = ()  # the leaves of the output that later code writes into
-    writes: tuple[int, ...] = ()  # the leaves of its arguments that the module writes into
-    changes: tuple[str, ...] = ()  # the buffers and attributes of its own that it changes
     detached: bool = False  # called within an autograd function, such as a reentrant checkpoint
 
 
@@ -85,18 +77,19 @@ class ForwardTrace:
 
     inputs: BoundarySpec  # the model's arguments, ((args, kwargs),)
     calls: tuple[LeafCall, ...]
+    written: tuple[int, ...]  # the leaves of the inputs that the model writes into
+    draws: bool  # True if the top-level forward draws random numbers
     # The provenance of the output, and all inputs that are not floating point: every stage
     # receives these, since masks derive from them, and control flow may depend on them.
-    needs: frozenset[ValueRef]
-    written: tuple[int, ...]  # the leaves of the inputs that the model writes into
-    loss: bool  # True if the output has a scalar named loss
-    changes: frozenset[str]  # the parameters and buffers that the top-level forward writes into
-    draws: bool  # True if the top-level forward draws random numbers
+    needs: frozenset[ValueRef] = frozenset()
+    loss: bool = False  # True if the output has a scalar named loss
+    changes: frozenset[str] = (
+        frozenset()
+    )  # parameters and buffers that the top-level forward writes
 
     def first_calls(self) -> dict[str, int]:
         """The first call of each leaf module that was called."""
-        calls = reversed(list(enumerate(self.calls)))
-        return {call.leaf: i for i, call in calls}
+        return {call.leaf: i for i, call in reversed(list(enumerate(self.calls)))}
 
 
 class ForwardTracer:
@@ -107,14 +100,18 @@ class ForwardTracer:
     """
 
     def __init__(self, leaves: LeafModules, device: torch.device) -> None:
+        self._device = device
         self._tree = StageTree(leaves, (), self._call, device)
         for container in self._tree.containers.values():
             for name, value in vars(container).items():
                 if isinstance(value, Tensor):  # the model's own, which must not be written
                     vars(container)[name] = value.detach().clone()
-        self._runner = LeafRunner(leaves.leaves, device)
-        self._device = device
-        self.captures = False
+        self._copies = {
+            name: copy_with_tensors(leaf, self._placeholder) for name, leaf in leaves.leaves.items()
+        }
+        # Kept until a trace shows that no values are needed: a rank may drop the other stages.
+        self._leaves: Mapping[str, nn.Module] = leaves.leaves
+        self._needs_values = self.captures = False
         # Attributes set by leaf modules and replaced by the top-level forward. Reading one earlier
         # in a microbatch is an error, which the next run detects.
         self._set: set[tuple[str, str]] = set()
@@ -132,35 +129,34 @@ class ForwardTracer:
         while known < len(self._set) + len(self._replaced):
             known = len(self._set) + len(self._replaced)
             trace = self._run(args, dict(kwargs), training)
-        self._runner.end_trace()
+        if not self._needs_values:
+            self._leaves = {}
         return trace
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> ForwardTrace:
         self._calls: list[LeafCall] = []
         self._outputs: list[TensorVersions] = []
-        self._training = training
+        self._makes_graph = training and not in_function_forward()
         for name, tensor in self._replaced.items():
             path, _, last = name.rpartition(".")
-            ref = ValueRef(ValueKind.STATE, 0, 0, name)
-            made = PlaceholderTensor.of(ref, on_meta(tensor), self._device)
-            vars(self._tree.containers[path])[last] = made
-        self._tree.root.train(training)
-        self._runner.train(training)
-        leaves, tree = flatten((args, kwargs))
-        names = input_names(args, kwargs)
-        tensors = {
-            ValueRef(ValueKind.INPUT, 0, i, names[i]): leaf
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor)
-        }
-        given = list(leaves)
-        for ref, tensor in tensors.items():
-            if tensor.is_floating_point():
-                given[ref.leaf] = PlaceholderTensor.of(ref, on_meta(tensor), self._device)
+            stale = self._placeholder(tensor, ValueRef(ValueKind.STATE, 0, 0, name))
+            vars(self._tree.containers[path])[last] = stale
+        for module in (self._tree.root, *self._copies.values()):
+            module.train(training)
+        given, tree = flatten((args, kwargs))
+        everywhere: set[ValueRef] = set()
+        for i, (where, leaf) in enumerate(zip(tree.paths(), given, strict=True)):
+            if not isinstance(leaf, Tensor):
+                continue
+            name = f"argument {where[1]}" if where[0] == 0 else ".".join(map(str, where[1:]))
+            ref = ValueRef(ValueKind.INPUT, 0, i, name)
+            if leaf.is_floating_point():
+                given[i] = self._placeholder(leaf, ref)
             else:
-                given[ref.leaf] = tensor.detach().to(self._device, copy=True)
+                given[i] = leaf.detach().to(self._device, copy=True)
+                everywhere.add(ref)
         inputs = TensorVersions(given)
-        output, changes = self._run_forward(*unflatten(tree, given))
+        output, changes = self._run_top_level(*unflatten(tree, given))
         loss = own_loss(output)
         return ForwardTrace(
             inputs=_describe(((args, kwargs),), "the model is called with"),
@@ -168,9 +164,8 @@ class ForwardTracer:
                 replace(call, written=versions.written())
                 for call, versions in zip(self._calls, self._outputs, strict=True)
             ),
-            needs=frozenset(refs_of(flatten(output)[0])).union(
-                (ref for ref, tensor in tensors.items() if not tensor.is_floating_point()),
-                *(read.refs for read in self._ops.reads),
+            needs=frozenset().union(
+                everywhere, refs_of(flatten(output)[0]), *(r.refs for r in self._ops.reads)
             ),
             written=inputs.written(),
             loss=isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point(),
@@ -178,7 +173,7 @@ class ForwardTracer:
             draws=self._ops.num_draws > 0,
         )
 
-    def _run_forward(
+    def _run_top_level(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, frozenset[str]]:
         """The model's output, and the containers' parameters and buffers that it writes."""
@@ -192,12 +187,12 @@ class ForwardTracer:
             snapshot = ModuleSnapshot(self._tree.root)
             snapshot.watch_writes()
             self._ops = TopLevelOps(self._calls)
-            host = _host_states()
+            host = str(host_random_states())
             try:
                 with self._ops:
                     output = self._tree.root(*args, **kwargs)
-                if _host_states() != host:
-                    raise DrawsOnHost(
+                if str(host_random_states()) != host:
+                    raise PartitionError(
                         "the top-level forward draws from the random generator of Python or NumPy, "
                         "and each stage would draw numbers of its own; draw within a module, with "
                         "torch, or pass the numbers as inputs"
@@ -211,12 +206,7 @@ class ForwardTracer:
                 snapshot.restore()
 
     def _state_changes(self, snapshot: ModuleSnapshot) -> frozenset[str]:
-        """The parameters and buffers that the top-level forward writes.
-
-        Raises:
-            PartitionError: the forward replaces a parameter or buffer, or writes into any other
-                tensor.
-        """
+        """The parameters and buffers that the top-level forward writes; others it may not."""
         changes, loose = snapshot.changes(), snapshot.loose
         for name in changes.replaced:
             raise PartitionError(replaced_message(name))
@@ -237,44 +227,46 @@ class ForwardTracer:
         for read in self._ops.reads:
             raise read
         leaves, tree = flatten((args, kwargs))
-        index = len(self._calls)
-        opaque = [(each, tensors_in(each)) for each in leaves if is_opaque(each)]
+        held = [tensors_in(each) for each in leaves]
         marked = mark()
         self.captures |= bool(marked)
         with self._ops.paused(), self._hooks.paused(), preserve_rng_state(self._device):
-            found = self._runner.run(leaf, leaves, tree)
-        changes = found.changes
-        filled = [type(each) for each, before in opaque if not are_same(tensors_in(each), before)]
-        if found.fills or filled:
-            kind = filled[0].__name__ if filled else "list or dict"
+            result, changes, writes, fills = self._run_leaf(leaf, leaves, tree, marked)
+        filled = [
+            type(each).__name__
+            for each, before in zip(leaves, held, strict=True)
+            if not are_same(tensors_in(each), before)
+        ]
+        if fills or filled:
             raise PartitionError(
-                f"{leaf} writes tensors into the {kind} that it is called with, which its other "
-                "users, on other stages, would not see; have it return them, or leave it out "
-                "(use_cache=False, for instance)"
+                f"{leaf} writes tensors into the {(*filled, 'list or dict')[0]} that it is called "
+                "with, which its other users, on other stages, would not see; have it return them, "
+                "or leave it out (use_cache=False, for instance)"
             )
         for name in changes.filled:
             raise PartitionError(
                 f"{leaf} puts tensors into its attribute {name}, a container that modules on "
                 "other stages may hold too, where they would not see it; have it return them"
             )
-        output: Any = map_tensors(_shape_of, ((found.output, capture_since(marked)),))
+        output: Any = map_tensors(on_meta, ((result, capture_since(marked)),))
+        index = len(self._calls)
         self._calls.append(
             LeafCall(
                 leaf=leaf,
                 needs=frozenset(refs_of(leaves)),
                 output=_describe(output, f"{leaf} returns"),
-                writes=found.writes,
+                written=(),  # known at the end of the trace
+                writes=writes,
                 changes=(*changes.replaced, *changes.written, *changes.attributes),
-                detached=self._training and in_function_forward(),
+                detached=self._makes_graph and in_function_forward(),
             )
         )
         made, shape = flatten(output)
         for i, each in enumerate(made):
             if isinstance(each, Tensor):
-                ref = ValueRef(ValueKind.OUTPUT, index, i, leaf)
-                made[i] = PlaceholderTensor.of(ref, each, self._device)
+                made[i] = self._placeholder(each, ValueRef(ValueKind.OUTPUT, index, i, leaf))
         self._outputs.append(TensorVersions(made))
-        for i in found.writes:
+        for i in writes:
             ref, tensor = ValueRef(ValueKind.WRITE, index, i, leaf), leaves[i]
             if type(tensor) is PlaceholderTensor:
                 tensor.provenance.refs.add(ref)
@@ -288,22 +280,68 @@ class ForwardTracer:
         for name in changes.attributes:
             if (leaf, name) not in self._set:
                 self._set.add((leaf, name))
-                refuse_reads(self._tree.stubs[leaf], name, _stale_message(leaf, name))
+                message = (
+                    f"the top-level forward reads {leaf}.{name}, which {leaf} sets when it is "
+                    "called: on other stages that would be an older value, or none; have the "
+                    "module return it, or keep its users in one module"
+                )
+                refuse_reads(self._tree.stubs[leaf], name, message)
         ((result, captured),) = unflatten(shape, made)
         replay(captured, marked)
         return result
 
+    def _run_leaf(
+        self, leaf: str, leaves: Sequence[Any], tree: PyTreeSpec, marked: Mapping[str, int]
+    ) -> tuple[Any, StateChanges, tuple[int, ...], bool]:
+        """Run a leaf module on shapes, or on values where it needs them; see ``_call_copy``."""
+        copy = self._copies[leaf]
+        try:
+            return _call_copy(copy, leaves, tree)
+        except Exception as error:
+            if not self._needs_values:
+                reason = next(iter(str(error).splitlines()), "")
+                reason = f"{leaf} can't run on shapes alone ({type(error).__name__}: {reason})"
+                logger.info("traced on values: %s", reason)
+        self._needs_values = True
+        replay({key: [] for key in marked}, marked)  # drops what hooks have collected
+        own = self._leaves.get(leaf, copy)
+        device = next((p.device for p in own.parameters() if not p.is_meta), self._device)
 
-def _shape_of(tensor: Tensor) -> Tensor:
-    return on_meta(tensor.body if type(tensor) is PlaceholderTensor else tensor)
+        def with_value(tensor: Tensor) -> Tensor:
+            # Any values like those at initialization will do: only the result's shape matters.
+            is_kept = isinstance(tensor, nn.Parameter) and has_value(tensor)
+            return tensor if is_kept else with_values(tensor, device)
+
+        # Released after the call: a single module fits in memory if the model does not.
+        module = copy_with_tensors(own, with_value).train(copy.training)
+        return _call_copy(module, [with_values(each, device) for each in leaves], tree)
+
+    def _placeholder(self, tensor: Tensor, *refs: ValueRef) -> Tensor:
+        """A placeholder for a tensor; a parameter for a parameter."""
+        made = PlaceholderTensor.of(on_meta(tensor), self._device, *refs)
+        is_param = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(made, requires_grad=False) if is_param else made
 
 
-def input_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """The names of a model's argument leaves in messages: ``argument 0``, ``labels``."""
-    paths = flatten((args, dict(kwargs)))[1].paths()
-    return [
-        ".".join(map(str, path[1:])) if path[0] == 1 else f"argument {path[1]}" for path in paths
-    ]
+def _call_copy(
+    module: nn.Module, leaves: Sequence[Any], tree: PyTreeSpec
+) -> tuple[Any, StateChanges, tuple[int, ...], bool]:
+    """The result of a copied leaf module, and its side effects, undone since.
+
+    These are the changes of its own state, the leaves of its arguments that it wrote into, and
+    whether it changed a list or dict among them.
+    """
+    versions = TensorVersions(leaves)
+    given = unflatten(tree, leaves)
+    snapshot = ModuleSnapshot(module)
+    try:
+        snapshot.watch_writes()
+        result = module(*given[0], **given[1])
+        changes = snapshot.changes()
+    finally:
+        snapshot.restore()
+    after, tree_after = flatten(given)
+    return result, changes, versions.written(), tree_after != tree or not are_same(after, leaves)
 
 
 def replaced_message(name: str) -> str:
@@ -315,27 +353,11 @@ def replaced_message(name: str) -> str:
     )
 
 
-def _stale_message(leaf: str, name: str) -> str:
-    return (
-        f"the top-level forward reads {leaf}.{name}, which {leaf} sets when it is called: on other "
-        "stages that would be an older value, or none; have the module return it, or keep its "
-        "users in one module"
-    )
-
-
 def _refuse_hook(what: str) -> None:
     raise PartitionError(
         f"the top-level forward {what}, which several stages would do; do it within a module, "
         "or use an autograd.Function"
     )
-
-
-def _host_states() -> dict[str, Any]:
-    """The states of Python's and NumPy's generators, for comparison."""
-    return {
-        name: tuple(x.tobytes() if hasattr(x, "tobytes") else x for x in state)
-        for name, state in host_random_states().items()
-    }
 
 
 def _describe(value: Any, what: str) -> BoundarySpec:

@@ -13,52 +13,29 @@ Modules above a cut are containers, all other modules are leaf modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 
-from penstock._torch_compat import children, fused_by, has_no_forward, is_sequential
+from penstock._torch_compat import (
+    children,
+    fused_by,
+    has_no_forward,
+    is_sequential,
+    registries,
+)
 from penstock.errors import PartitionError
 from penstock.partition.blocks import find_blocks
 from penstock.partition.plan import abbreviate, prefixes
-from penstock.partition.ties import named_tensors, names_by_tensor
+from penstock.partition.ties import named_tensors
 
-__all__ = [
-    "LeafModules",
-    "NotByModule",
-    "SharedNames",
-    "StageAssignment",
-    "find_leaf_modules",
-    "stage_of",
-]
-
-StageAssignment: TypeAlias = Mapping[str, int | None]
-"""The stage of each leaf module, and of each parameter or buffer held directly by a container; None
-for a stateless leaf module, which runs where its inputs are available first."""
+__all__ = ["LeafModules", "NotByModule", "find_leaf_modules"]
 
 
 class NotByModule(PartitionError):
     """The names are valid, but the model's forward can't run on several stages cut by module."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedNames:
-    """The names of state shared by several leaf modules; holds no module."""
-
-    inner: dict[str, str]  # one canonical name for each name of a shared buffer or inner module
-    ties: dict[str, tuple[str, ...]]  # all names of tensors with several, by the first
-
-    def shared_name(self, name: str) -> str | None:
-        """The canonical name of a leaf module's buffer or attribute; None if not shared."""
-        owner, _, last = name.rpartition(".")
-        return f"{self.inner[owner]}.{last}" if owner in self.inner else self.inner.get(name)
-
-    def stages_with(self, name: str, assignment: StageAssignment) -> set[int]:
-        """The stages that hold a parameter under any of its names."""
-        stages = {stage_of(each, assignment) for each in self.ties.get(name, (name,))}
-        return {stage for stage in stages if stage is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +49,8 @@ class LeafModules:
     leaves: dict[str, nn.Module]  # in definition order, or that of the model's own pipeline plan
     containers: dict[str, nn.Module]  # the modules above them; the model itself is ""
     direct: tuple[str, ...]  # the parameters and buffers that containers hold themselves
-    aliases: dict[str, str]  # from further names of leaf modules to their listed names
-    shared: SharedNames
+    # All names of each module, parameter and buffer that has several, under each of them.
+    shared: Mapping[str, tuple[str, ...]]
 
     @property
     def model(self) -> nn.Module:
@@ -86,27 +63,17 @@ class LeafModules:
         return any(True for _ in leaf.parameters()) or bool(leaf.state_dict(keep_vars=True))
 
     def leaf_at(self, path: str) -> str | None:
-        """The name of the leaf module at a path of the model's tree; None for other paths."""
-        name = self.aliases.get(path, path)
-        return name if name in self.leaves else None
+        """The listed name of the leaf module at a path of the model's tree; None elsewhere."""
+        names = (path, *self.shared.get(path, ()))
+        return next((name for name in names if name in self.leaves), None)
 
     def under(self, name: str) -> list[str]:
         """The leaf modules and direct parameters named ``name`` or below it."""
-        name = self.aliases.get(name, name)
-        if name in self.leaves or name in self.direct:
-            return [name]
+        leaf = self.leaf_at(name)
+        if leaf is not None or name in self.direct:
+            return [leaf or name]
         every = [*self.leaves, *self.direct]
         return every if name == "" else [each for each in every if each.startswith(f"{name}.")]
-
-
-def stage_of(name: str, assignment: StageAssignment) -> int | None:
-    """The stage of a leaf module or of any name inside one; None without a stage.
-
-    Example:
-        >>> stage_of("layers.1.weight", {"layers.0": 0, "layers.1": 2})
-        2
-    """
-    return next((assignment[n] for n in (name, *prefixes(name)) if n in assignment), None)
 
 
 def find_leaf_modules(model: nn.Module, places: Iterable[str]) -> LeafModules:
@@ -120,7 +87,16 @@ def find_leaf_modules(model: nn.Module, places: Iterable[str]) -> LeafModules:
         PartitionError: a name is not in the model, or a container can't be cut.
     """
     places = list(places)
-    _refuse_unknown(model, places)
+    named: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+    named |= named_tensors(model)
+    unknown = [place for place in places if place not in named or place == ""]
+    if unknown:
+        blocks = find_blocks(model)
+        hint = f", such as {blocks[0]} to {blocks[-1]}" if blocks else ""
+        raise PartitionError(
+            f"{abbreviate(unknown)}: no such module in this {type(model).__name__}; name modules "
+            f"as model.named_modules() does{hint}"
+        )
     above = {"", *(prefix for place in places for prefix in prefixes(place))}
     leaves: dict[str, nn.Module] = {}
     containers: dict[str, nn.Module] = {}
@@ -143,47 +119,21 @@ def find_leaf_modules(model: nn.Module, places: Iterable[str]) -> LeafModules:
     visit(model, "")
     for name, module in containers.items():
         _refuse_container(name or "the model", module)
-    first = {id(module): name for name, module in reversed(leaves.items())}
-    ties = (names for names in names_by_tensor(model).values() if len(names) > 1)
+    direct = [
+        f"{name}.{own}".removeprefix(".")
+        for name, module in containers.items()
+        for registry in registries(module)
+        for own, tensor in registry.items()
+        if tensor is not None
+    ]
+    names: dict[int, tuple[str, ...]] = {}
+    for name, each in named.items():
+        names[id(each)] = (*names.get(id(each), ()), name)
     return LeafModules(
         leaves=leaves,
         containers=containers,
-        direct=tuple(_direct(containers)),
-        aliases={
-            name: first[id(module)]
-            for name, module in model.named_modules(remove_duplicate=False)
-            if id(module) in first and name not in leaves
-        },
-        shared=SharedNames(inner=_shared(leaves), ties={names[0]: names for names in ties}),
-    )
-
-
-def _direct(containers: Mapping[str, nn.Module]) -> Iterator[str]:
-    for name, module in containers.items():
-        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        yield from (f"{name}.{each}".removeprefix(".") for each, _ in own)
-
-
-def _shared(leaves: Mapping[str, nn.Module]) -> dict[str, str]:
-    holders: dict[int, list[str]] = {}
-    for leaf, module in leaves.items():
-        inner = module.named_modules(remove_duplicate=False)
-        for name, each in (*inner, *module.named_buffers(remove_duplicate=False)):
-            holders.setdefault(id(each), []).append(f"{leaf}.{name}".removesuffix("."))
-    return {name: names[0] for names in holders.values() if len(names) > 1 for name in names}
-
-
-def _refuse_unknown(model: nn.Module, places: Sequence[str]) -> None:
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    known |= named_tensors(model).keys()
-    unknown = [place for place in places if place not in known or place == ""]
-    if not unknown:
-        return
-    blocks = find_blocks(model)
-    hint = f", such as {blocks[0]} to {blocks[-1]}" if blocks else ""
-    raise PartitionError(
-        f"{abbreviate(unknown)}: no such module in this {type(model).__name__}; name modules as "
-        f"model.named_modules() does{hint}"
+        direct=tuple(direct),
+        shared={name: many for many in names.values() if len(many) > 1 for name in many},
     )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from penstock._torch_compat import HookWatch, autocast_state, in_function_forward
 from penstock.errors import PartitionError
 from penstock.partition.forward.forward_plan import ForwardPlan
-from penstock.partition.forward.forward_trace import LeafCall, input_names
+from penstock.partition.forward.forward_trace import LeafCall
 from penstock.partition.forward.leaf_modules import LeafModules
 from penstock.partition.forward.module_state import ModuleSnapshot, TensorVersions
 from penstock.partition.forward.placeholder import (
@@ -57,7 +58,6 @@ class ModuleStage(nn.Module):
         leaves: the leaf modules of the plain model.
         own: the names of those, and of direct parameters, that become the stage's.
         index: the index of the stage.
-        num_stages: the number of stages.
         make_plan: a function that plans for inputs of new shapes; needed only on the first stage.
         device: the device of the stage.
     """
@@ -70,7 +70,6 @@ class ModuleStage(nn.Module):
         leaves: LeafModules,
         own: frozenset[str],
         index: int,
-        num_stages: int,
         make_plan: MakePlan | None,
         device: torch.device,
     ) -> None:
@@ -80,22 +79,14 @@ class ModuleStage(nn.Module):
         self._tree.register(self, leaves)
         self.training = leaves.model.training
         self._index = index
-        self._is_last = index == num_stages - 1
         self._make_plan = make_plan
-        # The cached plans: by input on the first stage, as received on later ones.
-        self._plans: dict[Any, tuple[bytes, _StagePlan, list[tuple[ValueRef, int]]]] = {}
-        self._received: dict[bytes, _StagePlan] = {}
+        # By the key of its inputs on the first stage, as received on later ones.
+        self._plans: dict[Any, _StagePlan] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the stage.
+        """Run the stage on the model's arguments, or on the previous stage's output.
 
-        Args:
-            args: the model's arguments on the first stage, else the previous stage's output.
-            kwargs: the model's keyword arguments on the first stage; later stages receive them in
-                ``args``.
-
-        Returns:
-            On the last stage the model's output, else the next stage's input.
+        Returns the model's output on the last stage, else the next stage's input.
 
         Raises:
             PartitionError: the forward differs from its trace.
@@ -106,22 +97,27 @@ class ModuleStage(nn.Module):
             if key not in self._plans:
                 assert self._make_plan is not None
                 self.prepare(args, kwargs, self._make_plan(args, kwargs, self.training))
-            data, plan, inputs = self._plans[key]
-            leaves = flatten((args, kwargs))[0]
-            values = {ref: leaves[i] for ref, i in inputs}
+            plan, leaves = self._plans[key], flatten((args, kwargs))[0]
+            inputs = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+            values = {r: inputs[r.leaf] for r in plan.sent_refs if r.kind is ValueKind.INPUT}
         else:
-            data, tensors = args
-            if data not in self._received:
-                self._received[data] = self._stage_plan(ForwardPlan.decode(data))
-            plan = self._received[data]
-            values = dict(zip(plan.whole.boundary_values[self._index - 1], tensors, strict=True))
-        args, kwargs = plan.arguments(values)
+            key, tensors = args
+            if key not in self._plans:
+                self._plans[key] = self._stage_plan(ForwardPlan.decode(key), key)
+            plan = self._plans[key]
+            values = dict(zip(plan.received_refs, tensors, strict=True))
+            inputs = {r.leaf: value for r, value in values.items() if r.kind is ValueKind.INPUT}
+        args, kwargs = plan.arguments(inputs)
         self._tree.sync_modules()
         params = {r.name: value for r, value in values.items() if r.kind is ValueKind.PARAMETER}
         with self._tree.substituted(params):
             output = self._handler.run(plan, values, lambda: self._tree.root(*args, **kwargs))
-        if not self._is_last:
-            return data, tuple(self._sent(r, values) for r in plan.sent_refs)
+        if not plan.is_last:
+            for ref in plan.sent_refs:
+                if ref not in values and ref.kind is ValueKind.PARAMETER:
+                    own = self._tree.own_tensor(ref.name)
+                    values[ref] = own.view_as(own) if torch.is_grad_enabled() else own.detach()
+            return plan.encoded, tuple(values[ref] for ref in plan.sent_refs)
         missing = refs_of(flatten(output)[0])
         if missing:
             raise PartitionError(
@@ -139,16 +135,10 @@ class ModuleStage(nn.Module):
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: ForwardPlan) -> None:
         """Cache the plan for inputs of these shapes."""
-        names = input_names(args, kwargs)
-        refs = [
-            (ValueRef(ValueKind.INPUT, 0, i, names[i]), i)
-            for i, leaf in enumerate(flatten((args, kwargs))[0])
-            if isinstance(leaf, Tensor)
-        ]
-        self._plans[self._key(args, kwargs)] = plan.encode(), self._stage_plan(plan), refs
+        self._plans[self._key(args, kwargs)] = self._stage_plan(plan, plan.encode())
 
-    def _stage_plan(self, plan: ForwardPlan) -> _StagePlan:
-        return _StagePlan(plan, self._index, self._handler.device)
+    def _stage_plan(self, plan: ForwardPlan, encoded: bytes) -> _StagePlan:
+        return _StagePlan(plan, encoded, self._index, self._handler.device)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         leaves, tree = flatten((args, kwargs))
@@ -158,48 +148,41 @@ class ModuleStage(nn.Module):
         ]
         return (tree, self.training, autocast_state(self._handler.device), *marks)
 
-    def _sent(self, ref: ValueRef, values: Values) -> Tensor:
-        if ref in values or ref.kind is not ValueKind.PARAMETER:
-            return values[ref]
-        own = self._tree.own_tensor(ref.name)
-        return own.view_as(own) if torch.is_grad_enabled() else own.detach()
-
 
 class _StagePlan:
     """One stage's part of a ``ForwardPlan``.
 
     Attributes:
-        whole: the plan of all stages.
+        whole, encoded, calls: the plan of all stages, as it is sent, and its calls.
+        is_last: True on the last stage.
+        received_refs, sent_refs: the values that arrive, and that are sent on.
+        received, sent: the outputs among them, by call.
         end: the number of calls that the stage needs.
-        sent_refs: the values that are sent on.
-        sent, received: the outputs that are sent on, and that have arrived, by call.
         rerun_until: the number of calls up to which earlier stages also run the top-level forward.
-        first_exclusive_call: the call from which on only this stage runs it.
     """
 
-    def __init__(self, plan: ForwardPlan, index: int, device: torch.device) -> None:
-        is_last = index == len(plan.boundary_values)
-        self.whole = plan
-        self.end = len(plan.calls) if is_last else plan.last_call(index) + 1
-        self.sent_refs = () if is_last else plan.boundary_values[index]
-        self.sent = _outputs_by_call(self.sent_refs)
-        self.received = _outputs_by_call(plan.boundary_values[index - 1] if index else ())
-        self.rerun_until = max((plan.last_call(i) + 1 for i in range(index)), default=-1)
-        self.first_exclusive_call = max(self.rerun_until, 0) if is_last else self.end
+    def __init__(self, plan: ForwardPlan, encoded: bytes, index: int, device: torch.device) -> None:
+        ends = {stage: i + 1 for i, stage in enumerate(plan.stages)}
+        self.whole, self.encoded, self.calls = plan, encoded, plan.trace.calls
+        self.is_last = index == len(plan.boundary_values)
+        self.received_refs = plan.boundary_values[index - 1] if index else ()
+        self.sent_refs = () if self.is_last else plan.boundary_values[index]
+        self.received, self.sent = map(_outputs_by_call, (self.received_refs, self.sent_refs))
+        self.end = len(self.calls) if self.is_last else ends.get(index, 0)
+        self.rerun_until = max((ends.get(i, 0) for i in range(index)), default=-1)
         self._device = device
         self._outputs: dict[tuple[int, bool], list[Any]] = {}
 
-    def arguments(self, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The model's arguments, with placeholders for missing ones."""
-        here = {ref.leaf: value for ref, value in values.items() if ref.kind is ValueKind.INPUT}
-        leaves: list[Any] = list(self.whole.inputs.leaves)
+    def arguments(self, inputs: Mapping[int, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The model's arguments, with placeholders for those that are not among ``inputs``."""
+        leaves: list[Any] = list(self.whole.trace.inputs.leaves)
         for i, leaf in enumerate(leaves):
-            if isinstance(leaf, TensorMeta) and i in here:
-                leaves[i] = here[i].clone() if i in self.whole.written else here[i]
+            if isinstance(leaf, TensorMeta) and i in inputs:
+                leaves[i] = inputs[i].clone() if i in self.whole.trace.written else inputs[i]
             elif isinstance(leaf, TensorMeta):
                 ref = ValueRef(ValueKind.INPUT, 0, i, f"number {i}")
                 leaves[i] = make_placeholder(leaf, self._device, ref)
-        ((args, kwargs),) = unflatten(self.whole.inputs.tree, leaves)
+        ((args, kwargs),) = unflatten(self.whole.trace.inputs.tree, leaves)
         return args, kwargs
 
     def placeholders(self, index: int) -> list[Any]:
@@ -207,7 +190,7 @@ class _StagePlan:
         key = (index, torch.is_grad_enabled())
         if key in self._outputs:
             return list(self._outputs[key])
-        call = self.whole.calls[index]
+        call = self.calls[index]
         leaves = [
             make_placeholder(leaf, self._device, ValueRef(ValueKind.OUTPUT, index, i, call.leaf))
             if isinstance(leaf, TensorMeta)
@@ -220,11 +203,8 @@ class _StagePlan:
 
 
 def _outputs_by_call(refs: Sequence[ValueRef]) -> dict[int, list[ValueRef]]:
-    found: dict[int, list[ValueRef]] = {}
-    for ref in refs:
-        if ref.kind is ValueKind.OUTPUT:
-            found.setdefault(ref.call, []).append(ref)
-    return found
+    outputs = [ref for ref in refs if ref.kind is ValueKind.OUTPUT]  # in the order of their calls
+    return {call: list(group) for call, group in groupby(outputs, lambda ref: ref.call)}
 
 
 class _StopForward(BaseException):  # not an Exception, so that no model catches it
@@ -250,27 +230,23 @@ class _StageCallHandler:
         self._versions = [(list(values), TensorVersions(values.values()))]
         self._has_grad = torch.is_grad_enabled()
         # Re-run top-level code must not advance the RNG.
-        self._random = random_state(self.device) if plan.whole.draws else None
+        self._random = random_state(self.device) if plan.whole.trace.draws else None
         output = None
         try:
             with HookWatch(self._refuse_hook) as self._hooks, suppress(_StopForward):
                 output = forward()
-            self._check_done(plan)
+            if self._next < plan.end:
+                raise self._differs(f"{plan.calls[self._next].leaf} is not called any more")
+            for refs, versions in self._versions:
+                for i in versions.written():
+                    raise self._error(
+                        f"{refs[i]} crosses to other stages, but was written into after it was "
+                        "computed; compute a new tensor instead"
+                    )
         finally:
             self._plan = None
             self._values, self._versions = {}, []
         return output
-
-    def _check_done(self, plan: _StagePlan) -> None:
-        """Check that all own modules ran, and that crossing values were not modified since."""
-        if self._next < plan.end:
-            raise self._differs(f"{plan.whole.calls[self._next].leaf} is not called any more")
-        for refs, versions in self._versions:
-            for i in versions.written():
-                raise self._error(
-                    f"{refs[i]} crosses to other stages, but was written into after it was "
-                    "computed; compute a new tensor instead"
-                )
 
     def _refuse_hook(self, what: str) -> None:
         """Refuse a tensor hook where an earlier stage runs the same code."""
@@ -318,7 +294,7 @@ class _StageCallHandler:
 
     def _expected(self, plan: _StagePlan, leaf: str) -> LeafCall:
         """The traced call expected here."""
-        calls = plan.whole.calls
+        calls = plan.calls
         if self._next >= plan.end and plan.end < len(calls):
             if self._random is not None:
                 set_random_state(self.device, self._random)
@@ -334,7 +310,6 @@ class _StageCallHandler:
         leaves = plan.placeholders(self._next)
         for ref in plan.received.get(self._next, ()):
             value = self._values[ref]
-            self._refuse_detached(value.requires_grad, call.leaf)
             leaves[ref.leaf] = value.clone() if ref.leaf in call.written else value
         ((result, captured),) = unflatten(call.output.tree, leaves)
         replay(captured)
@@ -344,7 +319,7 @@ class _StageCallHandler:
         self, plan: _StagePlan, call: LeafCall, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """Run an own leaf module, and check that it behaves as in the trace."""
-        index, given = self._next, flatten((args, kwargs))[0]
+        given = flatten((args, kwargs))[0]
         missing = refs_of(given)
         if missing:
             raise self._differs(f"{call.leaf} is called with {describe_refs(missing)}, not here")
@@ -360,25 +335,25 @@ class _StageCallHandler:
         for name in snapshot.fresh_tensors():
             if name not in call.changes:
                 raise self._differs(f"{call.leaf} keeps tensors in its attribute {name}")
-        sent = plan.sent.get(index, [])
-        if sent and self._has_grad and not torch.is_grad_enabled():
+        sent = plan.sent.get(self._next, [])
+        if sent and self._has_grad and in_function_forward():
             takers = (x for x in (*module.parameters(), *given) if isinstance(x, Tensor))
-            self._refuse_detached(any(x.requires_grad for x in takers), call.leaf)
+            if any(x.requires_grad for x in takers):
+                raise self._error(
+                    f"{call.leaf} is called within an autograd function, as by a checkpoint with "
+                    "use_reentrant=True, but its result crosses to another stage: its gradient "
+                    "would be lost; use use_reentrant=False, or freeze its parameters"
+                )
         leaves, tree = flatten(((result, capture_since(marked)),))
-        if tree != call.output.tree:
-            traced = _shown(call.output.tree, call.output.leaves)
+        any_shape = plan.is_last and self._next >= plan.rerun_until  # for this stage alone
+        if tree != call.output.tree or not all(
+            _is_like(leaf, traced, any_shape)
+            for leaf, traced in zip(leaves, call.output.leaves, strict=True)
+        ):
             raise self._differs(
-                f"{call.leaf} returned {_shown(tree, leaves)}, in its trace {traced}"
+                f"{call.leaf} returned {_shown(tree, leaves)}, in its trace "
+                f"{_shown(call.output.tree, call.output.leaves)}"
             )
-        for i, (leaf, meta) in enumerate(zip(leaves, call.output.leaves, strict=True)):
-            if isinstance(leaf, Tensor) and isinstance(meta, TensorMeta):
-                any_shape = index >= plan.first_exclusive_call
-                same = leaf.dtype is meta.dtype and (any_shape or leaf.shape == meta.shape)
-            else:
-                same = not isinstance(leaf, Tensor) and leaf == meta
-            if not same:
-                got = TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf
-                raise self._differs(f"output {i} of {call.leaf} is {got}, in its trace {meta}")
         self._values.update({ref: leaves[ref.leaf] for ref in sent})
         self._versions.append((sent, TensorVersions(leaves[ref.leaf] for ref in sent)))
         for ref in sent:
@@ -387,14 +362,11 @@ class _StageCallHandler:
                 result = unflatten(tree, leaves)[0][0]
         return result
 
-    def _refuse_detached(self, takes_grad: bool, leaf: str) -> None:
-        """Refuse a crossing value whose gradient is lost, unless the model uses no_grad there."""
-        if takes_grad and self._has_grad and not torch.is_grad_enabled() and in_function_forward():
-            raise self._error(
-                f"{leaf} is called within an autograd function, as by a checkpoint with "
-                "use_reentrant=True, but its result crosses to another stage: its gradient would "
-                "be lost; use use_reentrant=False, or freeze its parameters"
-            )
+
+def _is_like(leaf: Any, traced: Any, any_shape: bool) -> bool:
+    if isinstance(leaf, Tensor) and isinstance(traced, TensorMeta):
+        return leaf.dtype is traced.dtype and (any_shape or leaf.shape == traced.shape)
+    return not isinstance(leaf, Tensor) and bool(leaf == traced)
 
 
 def _shown(tree: PyTreeSpec, leaves: Sequence[Any]) -> str:

@@ -8,7 +8,7 @@ load += counts              a tensor: seen by its version counter
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -23,7 +23,6 @@ __all__ = [
     "StateChanges",
     "TensorVersions",
     "are_same",
-    "is_opaque",
     "tensors_in",
 ]
 
@@ -70,21 +69,21 @@ class ModuleSnapshot:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._containers = _containers_of(module)
-        self._registries = _copied((label, each) for label, each in self._containers if not label)
+        self._registries = _copied(each for each in self._containers if not each[0])
         self.hold()
 
     def hold(self) -> None:
         """Record the current attributes, for ``fresh_tensors`` and ``restore``."""
-        self._before = _copied((label, each) for label, each in self._containers if label)
+        self._before = _copied(each for each in self._containers if each[0])
 
     def watch_writes(self) -> None:
         """Record the tensors and their versions, for ``changes``."""
         self.loose: dict[str, Tensor] = {
-            f"{label}{key}".removeprefix("."): value
+            _join(label, key): value
             for label, attributes in self._containers
             if label.endswith(".")
-            for key, value in attributes.items()
-            if isinstance(value, Tensor) and _is_tracked(key)
+            for key, value in _items(label, attributes)
+            if isinstance(value, Tensor)
         }
         self._tensors = self._parameters_and_buffers()
         self._versions = TensorVersions((*self._tensors.values(), *self.loose.values()))
@@ -94,13 +93,13 @@ class ModuleSnapshot:
 
         ``nn.RNN`` keeps a list of its parameters, and rebuilds it when FSDP replaces them.
         """
-        changed = [(label, now, was) for label, now, was in self._before if not _same(now, was)]
+        changed = [(label, now, was) for label, now, was in self._before if not are_same(now, was)]
         if not changed:
             return []
         known = set(map(id, (*self._module.parameters(), *self._module.buffers())))
         known.update(id(value) for _, _, was in self._before for _, value in _items("", was))
         found = {
-            f"{label}{key}".removeprefix(".") if label.endswith(".") else label
+            _join(label, key)
             for label, now, _ in changed
             for key, value in _items(label, now)
             if id(value) not in known and any(id(t) not in known for t in tensors_in(value))
@@ -110,40 +109,32 @@ class ModuleSnapshot:
 
     def changes(self) -> StateChanges:
         """The changes since ``watch_writes``."""
-        containers = [name for name, _, _ in self._before if not name.endswith(".")]
-        attributes = [name for name, each, was in self._before
-                      if not name.endswith(".") and not _same(each, was)]  # fmt: skip
-        for label, each, was in self._before:
+        attributes: list[str] = []
+        for label, now, was in self._before:
             if label.endswith("."):
-                attributes += [
-                    f"{label}{key}".removeprefix(".")
-                    for key, value in _items(label, each)
-                    if not _is_equal(value, was.get(key))
-                ]
-        tensors, now = self._tensors, self._parameters_and_buffers()
+                items = _items(label, now)
+                attributes += [_join(label, k) for k, v in items if not _is_equal(v, was.get(k))]
+            elif not are_same(now, was):
+                attributes.append(label)
+        containers = [label for label, _, _ in self._before if not label.endswith(".")]
+        tensors, after = self._tensors, self._parameters_and_buffers()
         names = [*tensors, *self.loose]
         return StateChanges(
             attributes=tuple(dict.fromkeys(attributes)),
             filled=tuple(name for name in self.fresh_tensors() if name in containers),
-            replaced=tuple(n for n in tensors | now if now.get(n) is not tensors.get(n)),
+            replaced=tuple(n for n in tensors | after if after.get(n) is not tensors.get(n)),
             written=tuple(names[i] for i in self._versions.written()),
         )
 
     def restore(self) -> None:
         """Restore attributes, the contents of their containers, and registries."""
         for _, container, before in (*self._before, *self._registries):
-            if not _same(container, before):
+            if not are_same(container, before):
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(before)
 
     def _parameters_and_buffers(self) -> dict[str, Tensor]:
         return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
-
-
-def _copied(containers: Iterable[tuple[str, Any]]) -> list[tuple[str, Any, Any]]:
-    return [
-        (n, each, dict(each) if isinstance(each, dict) else list(each)) for n, each in containers
-    ]
 
 
 def _containers_of(module: nn.Module) -> list[tuple[str, Any]]:
@@ -162,24 +153,18 @@ def _containers_of(module: nn.Module) -> list[tuple[str, Any]]:
                 found.append(("", value))
             elif _is_tracked(name) and id(value) not in met:
                 met.add(id(value))
-                label = f"{path}.{name}".removeprefix(".")
-                found += [(label, inner) for inner in _containers_in(value)]
+                inner = (x for x in _nested(value) if isinstance(x, (list, dict, set)))
+                found += [(_join(f"{path}.", name), container) for container in inner]
     return found
 
 
-def _containers_in(value: Any, depth: int = 3) -> list[Any]:
-    """The lists, dicts and sets in a value, and the attributes of objects in it."""
-    if depth == 0 or isinstance(value, (Tensor, nn.Module, type, *_PLAIN)) or callable(value):
-        return []
-    holds = isinstance(value, (list, dict, set))
-    container = value if holds else getattr(value, "__dict__", None)
-    if not isinstance(container, (list, dict, set)):
-        return []
-    inner = container.values() if isinstance(container, dict) else container
-    return [
-        container,
-        *(found for item in list(inner) for found in _containers_in(item, depth - 1)),
-    ]
+def _copied(containers: Iterable[tuple[str, Any]]) -> list[tuple[str, Any, Any]]:
+    return [(n, x, dict(x) if isinstance(x, dict) else list(x)) for n, x in containers]
+
+
+def _join(label: str, key: Any) -> str:
+    """The name of an item: of a module's attribute, or of the attribute that holds it."""
+    return f"{label}{key}".removeprefix(".") if label.endswith(".") else label
 
 
 def _items(label: str, container: Any) -> Iterator[tuple[Any, Any]]:
@@ -192,39 +177,35 @@ def _is_tracked(name: Any) -> bool:
     return name not in _MODULE_ATTRIBUTES and not str(name).startswith(WRAPPERS_STATE)
 
 
-def _same(container: Any, before: Any) -> bool:
-    if isinstance(container, dict):
-        return len(container) == len(before) and all(map(is_, container.values(), before.values()))
-    return are_same(container, before)
-
-
 def _is_equal(value: Any, was: Any) -> bool:
     plain = isinstance(value, _PLAIN) and type(value) is type(was)
     return value is was or (plain and bool(value == was))
 
 
-def are_same(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """True if two lists contain the same objects."""
+def are_same(left: Collection[Any], right: Collection[Any]) -> bool:
+    """True if two collections, or the values of two dicts, are the same objects in order."""
+    left, right = (each.values() if isinstance(each, dict) else each for each in (left, right))
     return len(left) == len(right) and all(map(is_, left, right))
 
 
-def tensors_in(value: Any, depth: int = 4) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a value: an object, a container, or nested containers."""
-    if isinstance(value, Tensor):
-        return [value]
-    if depth == 0 or isinstance(value, (nn.Module, type)):
-        return []
-    items: Iterable[Any] = ()
-    if isinstance(value, Mapping):
+    return [each for each in _nested(value) if isinstance(each, Tensor)]
+
+
+def _nested(value: Any, depth: int = 4) -> Iterator[Any]:
+    """A value, the items of containers in it, and the attributes of objects."""
+    yield value
+    if depth == 0 or isinstance(value, (Tensor, nn.Module, type)):
+        return
+    if isinstance(value, dict):
         items = list(value.values())
     elif isinstance(value, (list, tuple, set, frozenset)):
         items = list(value)
     elif hasattr(value, "__dict__") and not callable(value):
-        items = list(vars(value).values())
-    return [tensor for item in items for tensor in tensors_in(item, depth - 1)]
-
-
-def is_opaque(leaf: Any) -> bool:
-    """True for an object that may contain tensors."""
-    plain = isinstance(leaf, (Tensor, nn.Module, type)) or callable(leaf)
-    return (hasattr(leaf, "__dict__") or isinstance(leaf, set)) and not plain
+        yield from _nested(vars(value), depth)
+        return
+    else:
+        return
+    for item in items:
+        yield from _nested(item, depth - 1)

@@ -4,9 +4,8 @@
     mask = ones(h.shape[1])                needs the shape alone: the real mask
     if h.sum() > 0: ...                    needs the value: PartitionError, which names wte's output
 
-A placeholder has the shape, dtype and device of the missing value, and every result computed from
-one is a placeholder too. So the outcome is never a wrong number, only an error that names the
-missing value. A placeholder carries its provenance: references to the values that it depends on.
+A placeholder has the shape, dtype and device of the missing value; results computed from one are
+placeholders too. Each carries its provenance: references to the values that it depends on.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import optree
@@ -36,6 +35,7 @@ from penstock._torch_compat import (
     wrapper_subclass,
 )
 from penstock.errors import PartitionError
+from penstock.partition.plan import abbreviate
 from penstock.stage.boundary import TensorMeta
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "ValueKind",
     "ValueRef",
     "describe_refs",
+    "has_value",
     "make_placeholder",
     "on_meta",
     "refs_of",
@@ -57,7 +58,7 @@ __all__ = [
 MOST_READS = 1000
 
 
-class ValueKind(Enum):
+class ValueKind(StrEnum):
     """The source of a value; the last three kinds never cross between stages."""
 
     INPUT = "input"
@@ -83,7 +84,7 @@ class ValueRef:
             return f"output {self.leaf} of {self.name}"
         if self.kind is ValueKind.WRITE:
             return f"argument {self.leaf} as written by {self.name}"
-        return f"{self.kind.value} {self.name}"
+        return f"{self.kind} {self.name}"
 
 
 @dataclass(slots=True, eq=False)
@@ -109,16 +110,14 @@ class PlaceholderTensor(Tensor):
     def __new__(
         cls, body: Tensor, device: torch.device, provenance: Provenance
     ) -> PlaceholderTensor:
-        return wrapper_subclass(cls, body, device)  # type: ignore[no-any-return]
-
-    def __init__(self, body: Tensor, device: torch.device, provenance: Provenance) -> None:
-        self.body = body
-        self.provenance = provenance
+        made: PlaceholderTensor = wrapper_subclass(cls, body, device)
+        made.body, made.provenance = body, provenance
+        return made
 
     @classmethod
-    def of(cls, ref: ValueRef, body: Tensor, device: torch.device) -> PlaceholderTensor:
-        """A placeholder for one value."""
-        return cls(body, device, Provenance({ref}))
+    def of(cls, body: Tensor, device: torch.device, *refs: ValueRef) -> PlaceholderTensor:
+        """A placeholder for the values of ``refs``."""
+        return cls(body, device, Provenance(set(refs)))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         origin = describe_refs(self.provenance.refs)
@@ -146,7 +145,37 @@ class PlaceholderTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation with at least one placeholder argument."""
-        return _dispatch(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        args = by_positions(func, args, has_value)
+        leaves, tree = _leaves_of(args, kwargs)
+        placeholders = [leaf for leaf in leaves if type(leaf) is cls]
+        refs = refs_of(placeholders)
+        if is_data_dependent(func, args):
+            raise NeedsValue(func, refs)
+        device = torch.device(kwargs.get("device") or placeholders[0].device)
+        written = mutated_arguments(func, args, kwargs)
+        real = [target for target in written if type(target) is not cls]
+        if real:
+            raise _Overwrites(real, refs)
+        for target in written:
+            target.provenance.refs |= refs
+            target.provenance.num_writes += 1
+        lowered: Any = optree.tree_unflatten(tree, [_body(leaf) for leaf in leaves])
+        inner_args, inner_kwargs = lowered
+        if inner_kwargs.get("device") is not None:
+            inner_kwargs["device"] = torch.device("meta")
+        result = func(*inner_args, **inner_kwargs)
+        by_body = {id(each.body): each for each in placeholders}
+
+        def wrap(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) in by_body:  # an in-place operation returns its argument
+                return by_body[id(leaf)]
+            base = next((each for each in placeholders if same_storage(each.body, leaf)), None)
+            return cls(leaf, device, Provenance(refs) if base is None else base.provenance)
+
+        return optree.tree_map(wrap, result, none_is_leaf=True)
 
 
 class NeedsValue(PartitionError):
@@ -192,7 +221,7 @@ def make_placeholder(meta: TensorMeta, device: torch.device, ref: ValueRef) -> P
     """
     body = meta.unpack(torch.empty(meta.wire_shape, dtype=meta.dtype, device="meta"))
     if not (meta.dtype.is_floating_point and torch.is_grad_enabled()):
-        return PlaceholderTensor.of(ref, body, device)
+        return PlaceholderTensor.of(body, device, ref)
     made: PlaceholderTensor = _RefusesGrad.apply(_anchor, body, device, ref)  # type: ignore[no-untyped-call]
     return made
 
@@ -209,7 +238,7 @@ class _RefusesGrad(torch.autograd.Function):
         ctx: Any, anchor: Tensor, body: Tensor, device: torch.device, ref: ValueRef
     ) -> PlaceholderTensor:
         ctx.ref = ref
-        return PlaceholderTensor.of(ref, body, device)
+        return PlaceholderTensor.of(body, device, ref)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -261,7 +290,6 @@ class TopLevelOps(TorchDispatchMode):
             )
         ref = ValueRef(ValueKind.DRAW, len(self._calls), self.num_draws, str(func))
         self.num_draws += 1
-
         return _marked(result, {ref})
 
     def _read(self, error: NeedsValue, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -287,7 +315,7 @@ def _marked(result: Any, refs: set[ValueRef]) -> Any:
         if type(leaf) is PlaceholderTensor:
             leaf.provenance.refs |= refs
         elif isinstance(leaf, Tensor):
-            return PlaceholderTensor(on_meta(leaf), leaf.device, Provenance(set(refs)))
+            return PlaceholderTensor.of(on_meta(leaf), leaf.device, *refs)
         return leaf
 
     return optree.tree_map(mark, result, none_is_leaf=True)
@@ -296,12 +324,11 @@ def _marked(result: Any, refs: set[ValueRef]) -> Any:
 def with_values(leaf: Any, device: torch.device) -> Any:
     """A copy of a tensor with values: its own or, of a placeholder or on the meta device, small
     numbers, the same on each rank; integers without values become zeros."""
-    body = leaf.body if type(leaf) is PlaceholderTensor else leaf
-    if not isinstance(body, Tensor):
-        return body
-    if not body.is_meta:
-        return body.detach().to(device, copy=True)
-    made = torch.zeros_like(body, device=device)
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if has_value(leaf):
+        return leaf.detach().to(device, copy=True)
+    made = torch.zeros_like(_body(leaf), device=device)
     if made.is_floating_point():
         made.copy_(torch.linspace(-0.02, 0.02, made.numel(), device=device).view(made.shape))
     return made
@@ -320,8 +347,7 @@ def refs_of(leaves: Iterable[Any]) -> set[ValueRef]:
 
 def describe_refs(refs: Iterable[ValueRef]) -> str:
     """Name the values, for messages."""
-    names = sorted(map(str, refs))
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return abbreviate(sorted(map(str, refs)), most=4)
 
 
 def _leaves_of(args: tuple[Any, ...], kwargs: Any) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -329,48 +355,12 @@ def _leaves_of(args: tuple[Any, ...], kwargs: Any) -> tuple[list[Any], optree.Py
     return optree.tree_flatten(given, none_is_leaf=True)
 
 
-def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    leaves, tree = _leaves_of(args, kwargs)
-    placeholders = [leaf for leaf in leaves if type(leaf) is PlaceholderTensor]
-    refs = refs_of(placeholders)
-    positions = by_positions(func, args, _has_value)
-    if positions is not args:
-        args = positions
-        leaves, tree = _leaves_of(args, kwargs)
-    if is_data_dependent(func, args):
-        raise NeedsValue(func, refs)
-    device = torch.device(kwargs.get("device") or placeholders[0].device)
-    written = mutated_arguments(func, args, kwargs)
-    real = [target for target in written if type(target) is not PlaceholderTensor]
-    if real:
-        raise _Overwrites(real, refs)
-    for target in written:
-        target.provenance.refs |= refs
-        target.provenance.num_writes += 1
-    lowered: Any = optree.tree_unflatten(tree, [_body(leaf) for leaf in leaves])
-    inner_args, inner_kwargs = lowered
-    if inner_kwargs.get("device") is not None:
-        inner_kwargs["device"] = torch.device("meta")
-    result = func(*inner_args, **inner_kwargs)
-    by_body = {id(each.body): each for each in placeholders}
-
-    def wrap(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) in by_body:  # an in-place operation returns its argument
-            return by_body[id(leaf)]
-        base = next((each for each in placeholders if same_storage(each.body, leaf)), None)
-        provenance = Provenance(refs) if base is None else base.provenance
-        return PlaceholderTensor(leaf, device, provenance)
-
-    return optree.tree_map(wrap, result, none_is_leaf=True)
-
-
-def _has_value(tensor: Tensor) -> bool:
+def has_value(tensor: Tensor) -> bool:
+    """False for a placeholder, and for a tensor on the meta device."""
     return type(tensor) is not PlaceholderTensor and not tensor.is_meta
 
 
 def _body(leaf: Any) -> Any:
     if type(leaf) is PlaceholderTensor:
         return leaf.body
-    return on_meta(leaf) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+    return on_meta(leaf) if isinstance(leaf, Tensor) and has_value(leaf) else leaf
