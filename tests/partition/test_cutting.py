@@ -290,7 +290,7 @@ def test_models_that_neither_method_cuts_name_both_errors() -> None:
         (
             {"split": ["blocks.1.0.weight"], "example": (X,)},
             PartitionError,
-            r"is to begin with blocks\.1\.0\.weight, but the model does not call it",
+            r"begin with blocks\.1\.0\.weight, but the model does not call these",
         ),
         ({"split": "auto", "ranks": 2}, PartitionError, "pass example="),
         ({"split": "auto", "example": (X,)}, ScheduleError, "pass ranks="),

@@ -124,7 +124,7 @@ def _cut_by_module(
         why = f"its own plan has {num_blocks} blocks in {', '.join(trunks)}"
     message = "%s: cut by module into %d stages, since %s; every stage runs the model's own forward"
     logger.info(message, name, len(done.stages), why)
-    has_loss = done.trace is not None and done.trace.loss
+    has_loss = done.plan is not None and done.plan.trace.loss
     return ModelCut(modules=done.stages, whole_call=True, has_loss=has_loss)
 
 

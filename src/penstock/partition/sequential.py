@@ -66,13 +66,9 @@ class SequentialStage(nn.Module):
 
 
 class StatefulSequentialStage(SequentialStage):
-    """Consecutive layers, some of which pass state from one sequence chunk to the next.
+    """A stage's layers, some of which pass state from one sequence chunk to the next.
 
-    Args:
-        stage: a stage of the same layers for whole sequences.
-
-    Raises:
-        PartitionError: a layer takes no state, and is not known to treat positions independently.
+    Refuses a layer that takes no state and is not known to treat positions independently.
     """
 
     def __init__(self, stage: SequentialStage) -> None:
@@ -100,11 +96,7 @@ class StatefulSequentialStage(SequentialStage):
 
 
 def with_states(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    """Convert stages for whole sequences to stages for sequence chunks.
-
-    Raises:
-        PartitionError: the model was not cut layer by layer, or a layer takes no state.
-    """
+    """Convert stages for whole sequences to stages for sequence chunks; refuse any others."""
     stages = [module for module in modules if isinstance(module, SequentialStage)]
     if len(stages) < len(modules):
         raise PartitionError(
@@ -152,11 +144,7 @@ def layers_of(model: nn.Sequential | Sequence[Any]) -> dict[str, nn.Module]:
 
 
 def even_split(num_layers: int, num_stages: int) -> list[int]:
-    """Layer counts per stage, as even as possible, with the longer stages first.
-
-    Raises:
-        PartitionError: there are fewer layers than stages.
-    """
+    """Layer counts per stage, as even as possible, with the longer stages first."""
     if num_layers < num_stages:
         raise PartitionError(
             f"{num_layers} layers can't make {num_stages} stages; use fewer ranks or virtual "

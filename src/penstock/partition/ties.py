@@ -83,12 +83,7 @@ def record_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
 
 
 def all_names(ties: Sequence[Tie], stage: int, name: str) -> list[str]:
-    """The names of a stage's parameter in all stages tied to it; empty if it is not tied.
-
-    Example:
-        >>> all_names([{0: "embed", 3: "head"}], 3, "head.weight")
-        ['embed.weight', 'head.weight']
-    """
+    """The names of a stage's parameter in all stages tied to it; empty if it is not tied."""
     found = []
     for tie in ties:
         here = tie.get(stage)

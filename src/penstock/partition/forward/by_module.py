@@ -45,12 +45,11 @@ class ModuleSplit:
     Args:
         stages: one module per stage.
         names: per stage the names of its leaf modules, and of direct parameters.
-        trace, plan: the trace of the example and its plan; None without an example.
+        plan: the plan for the example, which holds its trace; None without an example.
     """
 
     stages: tuple[ModuleStage, ...]
     names: tuple[tuple[str, ...], ...]
-    trace: ForwardTrace | None
     plan: ForwardPlan | None
 
 
@@ -133,7 +132,7 @@ def split_by_module(
     record_ties(stages)
     if example is not None and plan is not None:
         stages[0].prepare(*as_call(example), plan)
-    return ModuleSplit(stages=stages, names=names, trace=trace, plan=plan)
+    return ModuleSplit(stages=stages, names=names, plan=plan)
 
 
 def computes_loss(model: nn.Module, example: Example) -> bool:
@@ -192,9 +191,8 @@ def _with_boundaries(error: PartitionError, leaves: LeafModules, trace: ForwardT
         for name in sorted(order, key=order.__getitem__)
         if leaves.has_state(name) and try_cut(leaves, SplitSpec(starts=(name,)), trace) is not None
     ]
-    if not valid:
-        return f"{error}; there is no valid boundary between these modules"
-    return f"{error}; valid boundaries are before {abbreviate(valid, most=12)}"
+    where = f"valid boundaries are before {abbreviate(valid, most=12)}"
+    return f"{error}; {where if valid else 'there is no valid boundary between these modules'}"
 
 
 def _trace(

@@ -112,7 +112,14 @@ def plan_forward(trace: ForwardTrace, assignment: StageAssignment) -> ForwardPla
         message = _refusal(placed, ref, at)
         if message:
             raise NotByModule(message)
-    _refuse_changes(placed)
+    for name in sorted(trace.changes):
+        at = placed.needed.get(ValueRef(ValueKind.PARAMETER, 0, 0, name), set())
+        stage = assignment.stage_of(name) or 0
+        if at != {stage}:
+            raise NotByModule(
+                f"the top-level forward writes into {name}, which lies in stage {stage}, but "
+                f"stages {sorted(at)} compute with it; move that into a module"
+            )
 
     def crossing(boundary: int) -> tuple[ValueRef, ...]:
         found = (r for r, at in placed.needed.items() if placed.origin(r) <= boundary < max(at))
@@ -227,18 +234,6 @@ def _refuse_shared_state(placed: _Placement) -> None:
             )
 
 
-def _refuse_changes(placed: _Placement) -> None:
-    """Refuse a parameter or buffer that the top-level forward writes and other stages use."""
-    for name in sorted(placed.trace.changes):
-        at = placed.needed.get(ValueRef(ValueKind.PARAMETER, 0, 0, name), set())
-        stage = placed.assignment.stage_of(name) or 0
-        if at != {stage}:
-            raise NotByModule(
-                f"the top-level forward writes into {name}, which lies in stage {stage}, but "
-                f"stages {sorted(at)} compute with it; move that into a module"
-            )
-
-
 # --- the stages of leaf modules -----------------------------------------------------------------
 
 
@@ -325,21 +320,13 @@ def _by_starts(
         {name: i for i, name in enumerate(leaves.leaves)} if trace is None else trace.first_calls()
     )
     starts = spec.begins(order)
-    firsts: list[int] = []
-    for name in starts:
-        called = [order[leaf] for leaf in leaves.under(name) if leaf in order]
-        if not called:
-            raise PartitionError(
-                f"a stage is to begin with {name}, but the model does not call it on the example; "
-                "begin with a module that it calls"
-            )
-        firsts.append(min(called))
-    for (before, first), (name, then) in pairwise(zip(starts, firsts, strict=True)):
-        if then <= first:
-            raise PartitionError(
-                f"a stage is to begin with {before} and the next one with {name}, which does not "
-                "run after it; name them in the order in which they run"
-            )
+    called = ([order[leaf] for leaf in leaves.under(name) if leaf in order] for name in starts)
+    firsts = [min(calls, default=-1) for calls in called]
+    if any(then <= first for first, then in pairwise([-1, *firsts])):
+        raise PartitionError(
+            f"stages are to begin with {abbreviate(starts)}, but the model does not call these in "
+            "this order; name modules that it calls, in the order in which they run"
+        )
     return {
         name: sum(first <= order[name] for first in firsts) for name in with_state if name in order
     }

@@ -299,9 +299,7 @@ class ForwardTracer:
             return _call_copy(copy, leaves, tree)
         except Exception as error:
             if not self._needs_values:
-                reason = next(iter(str(error).splitlines()), "")
-                reason = f"{leaf} can't run on shapes alone ({type(error).__name__}: {reason})"
-                logger.info("traced on values: %s", reason)
+                logger.info("traced on values: %s can't run on shapes alone (%r)", leaf, error)
         self._needs_values = True
         replay({key: [] for key in marked}, marked)  # drops what hooks have collected
         own = self._leaves.get(leaf, copy)

@@ -79,9 +79,7 @@ class LeafModules:
 def find_leaf_modules(model: nn.Module, places: Iterable[str]) -> LeafModules:
     """Divide a model into leaf modules and the containers above them.
 
-    Args:
-        model: the model.
-        places: names of modules or parameters that different stages may hold.
+    ``places`` are the names of modules or parameters that different stages may hold.
 
     Raises:
         PartitionError: a name is not in the model, or a container can't be cut.

@@ -43,10 +43,7 @@ from penstock.stage.boundary import TensorMeta
 from penstock.stage.pytree import flatten, unflatten
 from penstock.stage.rng import random_state, set_random_state
 
-__all__ = ["MakePlan", "ModuleStage"]
-
-MakePlan: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any], bool], ForwardPlan]
-"""A function from positional arguments, keyword arguments and training mode to a plan."""
+__all__ = ["ModuleStage"]
 
 Values: TypeAlias = dict[ValueRef, Tensor]
 
@@ -58,7 +55,8 @@ class ModuleStage(nn.Module):
         leaves: the leaf modules of the plain model.
         own: the names of those, and of direct parameters, that become the stage's.
         index: the index of the stage.
-        make_plan: a function that plans for inputs of new shapes; needed only on the first stage.
+        make_plan: on the first stage, a function from positional arguments, keyword arguments and
+            training mode to a plan.
         device: the device of the stage.
     """
 
@@ -70,7 +68,7 @@ class ModuleStage(nn.Module):
         leaves: LeafModules,
         own: frozenset[str],
         index: int,
-        make_plan: MakePlan | None,
+        make_plan: Callable[[tuple[Any, ...], dict[str, Any], bool], ForwardPlan] | None,
         device: torch.device,
     ) -> None:
         super().__init__()
@@ -78,7 +76,6 @@ class ModuleStage(nn.Module):
         self._tree = StageTree(leaves, own, self._handler.call, device)
         self._tree.register(self, leaves)
         self.training = leaves.model.training
-        self._index = index
         self._make_plan = make_plan
         # By the key of its inputs on the first stage, as received on later ones.
         self._plans: dict[Any, _StagePlan] = {}
@@ -92,7 +89,7 @@ class ModuleStage(nn.Module):
             PartitionError: the forward differs from its trace.
         """
         values: Values
-        if self._index == 0:
+        if self._handler.index == 0:
             key = self._key(args, kwargs)
             if key not in self._plans:
                 assert self._make_plan is not None
@@ -103,7 +100,7 @@ class ModuleStage(nn.Module):
         else:
             key, tensors = args
             if key not in self._plans:
-                self._plans[key] = self._stage_plan(ForwardPlan.decode(key), key)
+                self._plans[key] = _StagePlan(ForwardPlan.decode(key), self._handler)
             plan = self._plans[key]
             values = dict(zip(plan.received_refs, tensors, strict=True))
             inputs = {r.leaf: value for r, value in values.items() if r.kind is ValueKind.INPUT}
@@ -135,10 +132,7 @@ class ModuleStage(nn.Module):
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: ForwardPlan) -> None:
         """Cache the plan for inputs of these shapes."""
-        self._plans[self._key(args, kwargs)] = self._stage_plan(plan, plan.encode())
-
-    def _stage_plan(self, plan: ForwardPlan, encoded: bytes) -> _StagePlan:
-        return _StagePlan(plan, encoded, self._index, self._handler.device)
+        self._plans[self._key(args, kwargs)] = _StagePlan(plan, self._handler)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         leaves, tree = flatten((args, kwargs))
@@ -161,16 +155,16 @@ class _StagePlan:
         rerun_until: the number of calls up to which earlier stages also run the top-level forward.
     """
 
-    def __init__(self, plan: ForwardPlan, encoded: bytes, index: int, device: torch.device) -> None:
+    def __init__(self, plan: ForwardPlan, handler: _StageCallHandler) -> None:
+        index, self._device = handler.index, handler.device
         ends = {stage: i + 1 for i, stage in enumerate(plan.stages)}
-        self.whole, self.encoded, self.calls = plan, encoded, plan.trace.calls
+        self.whole, self.encoded, self.calls = plan, plan.encode(), plan.trace.calls
         self.is_last = index == len(plan.boundary_values)
         self.received_refs = plan.boundary_values[index - 1] if index else ()
         self.sent_refs = () if self.is_last else plan.boundary_values[index]
         self.received, self.sent = map(_outputs_by_call, (self.received_refs, self.sent_refs))
         self.end = len(self.calls) if self.is_last else ends.get(index, 0)
         self.rerun_until = max((ends.get(i, 0) for i in range(index)), default=-1)
-        self._device = device
         self._outputs: dict[tuple[int, bool], list[Any]] = {}
 
     def arguments(self, inputs: Mapping[int, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:

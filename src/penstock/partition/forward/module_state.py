@@ -184,7 +184,8 @@ def _is_equal(value: Any, was: Any) -> bool:
 
 def are_same(left: Collection[Any], right: Collection[Any]) -> bool:
     """True if two collections, or the values of two dicts, are the same objects in order."""
-    left, right = (each.values() if isinstance(each, dict) else each for each in (left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        left, right = left.values(), right.values()
     return len(left) == len(right) and all(map(is_, left, right))
 
 

@@ -68,27 +68,21 @@ class StageTree:
     ) -> None:
         self._own, self._handler = own, handler
         self._copies: list[nn.Module] = []
-        self.stubs: dict[str, nn.Module] = {}
-        stand_ins: dict[str, nn.Module] = {}
+        placed: dict[str, nn.Module] = {}
 
         def place(module: nn.Module, path: str) -> nn.Module | None:
             leaf = leaves.leaf_at(path)
-            if leaf is None:
-                return None
-            if leaf in own:
-                if leaf not in stand_ins:
-                    stand_ins[leaf] = _reporting(module, leaf, module, handler)
-                return stand_ins[leaf]
-            if leaf not in self.stubs:
-                copy = _copy_tree(module, self._copies)
-                self.stubs[leaf] = _reporting(copy, leaf, None, handler)
-            return self.stubs[leaf]
+            if leaf is not None and leaf not in placed:
+                run = module if leaf in own else None
+                shown = module if leaf in own else _copy_tree(module, self._copies)
+                placed[leaf] = _reporting(shown, leaf, run, handler)
+            return None if leaf is None else placed[leaf]
 
         def is_own(name: str) -> bool:
-            paths = (name, *prefixes(name))
-            return any(path in own or leaves.leaf_at(path) in own for path in paths)
+            return name in own or any(leaves.leaf_at(path) in own for path in prefixes(name))
 
         self.root = _copy_tree(leaves.model, self._copies, place)
+        self.stubs = {leaf: stub for leaf, stub in placed.items() if leaf not in own}
         self.containers = {name: self.root.get_submodule(name) for name in leaves.containers}
         for container in self.containers.values():
             without_cache(container)
