@@ -89,9 +89,8 @@ class BoundProgram:
 
     def describe_call(self, step: StepState, num_steps: int) -> str:
         """Describe the current call, to be compared between ranks."""
-        call = "step()" if self.train else "eval()"
-        joined = " with outputs" if self._exchanges_outputs(step) else ""
-        return f"{call}{joined}, after {num_steps} others"
+        outputs = " with outputs" if self._exchanges_outputs(step) else ""
+        return f"{'step' if self.train else 'eval'}(){outputs}, after {num_steps} others"
 
     def begin(self, step: StepState, number: int) -> None:
         """Begin the step of this number: broadcast its shape ids and its seed.
@@ -159,12 +158,8 @@ class BoundProgram:
         Returns:
             The losses, shape (microbatches,), on every rank; None where none were computed.
         """
-        losses = self._share_results(step)
         for runner in self.runners.values():
             runner.end()
-        return losses
-
-    def _share_results(self, step: StepState) -> Tensor | None:
         computed = [loss for loss in step.losses if loss is not None]
         if self._is_single_process:
             return torch.stack(computed) if computed else None
@@ -204,9 +199,8 @@ class BoundProgram:
         for transport in self._transports:
             queues: dict[int, RecvQueue] = {}
             # Within one process no message is in flight: a sent message has arrived.
-            acknowledged = (
-                {} if self._is_single_process else acknowledgements(program, transport.rank)
-            )
+            alone = self._is_single_process
+            acknowledged = {} if alone else acknowledgements(program, transport.rank)
             for index in placement.stages_of(transport.rank):
                 neighbors: list[Neighbor | None] = []
                 for other in (placement.neighbour(index, -1), placement.neighbour(index, 1)):
@@ -233,10 +227,9 @@ class BoundProgram:
 
     def _bind(self) -> list[BoundAction]:
         program = self.program
+        steps = program.ranks[self._transports[0].rank]
         if self._is_single_process:
-            steps = [step for _, step in global_order(program)]
-        else:
-            steps = list(program.ranks[self._transports[0].rank])
+            steps = tuple(step for _, step in global_order(program))
         bound = [[self.runners[a.stage].bind(a) for a in step.parts] for step in steps]
         if self._dual_streams is not None:
             return self._dual_streams.add_prologues(steps, bound, program.placement)
@@ -260,14 +253,11 @@ def _exchange_outputs(
         leaving[placement.rank_of(stage)] += passing
     mine = tuple(step.outputs[m] for m in leaving.pop(transport.rank))
     spec = describe(mine)
-    tensors = spec.pack(spec.tensors(mine))
-    peers = sorted(leaving)
-    for peer in peers:
+    for peer in sorted(leaving):
         transport.send_metadata(peer, spec.encode())
-    for peer in peers:
         received = BoundarySpec.decode(transport.recv_metadata(peer))
         pending = transport.receive(peer, received.metas, device)
-        transport.send(peer, tensors)
+        transport.send(peer, spec.pack(spec.tensors(mine)))
         outputs = received.arguments(received.unpack(pending.wait()))
         for microbatch, output in zip(leaving[peer], outputs, strict=True):
             step.outputs[microbatch] = output

@@ -52,11 +52,10 @@ class RunConfig:
             splits sequences (``Program.num_splits``). Tensors with fewer dimensions are replicated
             to every chunk.
         timeout_s: the limit on a rank's wait for another rank, in seconds.
-        shared: parameters that several stages share across processes, the same on every rank. Each
-            item maps stages to the parameter's name there, such as ``{0: "embed.weight", 3:
-            "head.weight"}``, or to a module's, for all its parameters. Each copy receives the whole
-            gradient, and before the first step the first stage's value. Not needed for models
-            that Penstock splits.
+        shared: parameters that several stages share, the same on every rank. Each item maps stages
+            to the parameter's name there, such as ``{0: "embed.weight", 3: "head.weight"}``, or to
+            a module's, for all its parameters. Each copy receives the whole gradient, and before
+            the first step the first stage's value. Not needed for models that Penstock splits.
 
     Raises:
         ScheduleError: ``loss_fn`` is not callable, or ``timeout_s`` is no number above 0.

@@ -240,8 +240,8 @@ class Engine:
 
     def trace(self) -> Trace:
         """The trace of the last step on all ranks. A collective call."""
-        program = self._last.program
-        encoded = [self._last.executor.encode_spans(program.placement)]
+        program, executor = self._last.program, self._last.executor
+        encoded = [executor.encode_spans(program.placement)]
         if not self._is_single_process:
             with self:
                 self._begin_call("trace()")

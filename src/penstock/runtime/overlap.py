@@ -24,7 +24,7 @@ from penstock.runtime.executor import BoundAction
 from penstock.schedule.action import Op, Step
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
-from penstock.schedule.rules import BACKWARDS, SENDS, TRANSFERS
+from penstock.schedule.rules import BACKWARDS, TRANSFERS
 from penstock.stage.device_streams import DeviceStreams, Stream
 
 __all__ = ["DualStreams", "PairFunction", "StreamOrder", "assign_streams", "bind_pair"]
@@ -103,23 +103,14 @@ class DualStreams:
     ) -> list[BoundAction]:
         """All bound actions (by step and part) in order, with their stream switch as prologue."""
         stream_of = assign_streams(steps, placement)
-        # By stream: True if the other stream has not waited for its latest work.
-        ahead = [False, False]
         found: list[BoundAction] = []
         for step, parts in zip(steps, bound, strict=True):
             in_pair = can_overlap(step)
-            for number, (action, actions) in enumerate(zip(step.parts, parts, strict=True)):
+            for action, actions in zip(step.parts, parts, strict=True):
                 stream = stream_of.get((action.stage, action.microbatch), 0)
-                order = StreamOrder.NONE
-                if action.op in TRANSFERS:
-                    # A send may need a copy to make its tensor contiguous.
-                    ahead[stream] |= action.op in SENDS
-                else:
-                    if in_pair and number == 0 and any(ahead):
-                        order, ahead = StreamOrder.FORK, [False, False]
-                    elif not in_pair and ahead[1 - stream]:
-                        order, ahead[1 - stream] = StreamOrder.JOIN, False
-                    ahead[stream] = True
+                order = StreamOrder.FORK if in_pair else StreamOrder.JOIN
+                if action.op in TRANSFERS or (in_pair and action is not step.parts[0]):
+                    order = StreamOrder.NONE
                 for each in actions:
                     found.append(replace(each, prologue=partial(self._enter, stream, order)))
                     order = StreamOrder.NONE

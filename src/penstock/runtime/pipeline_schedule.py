@@ -159,13 +159,12 @@ class PipelineSchedule:
             raise ScheduleError(
                 f"{cls.__name__} plays any program; ask its program.placement.stages_of(rank)"
             )
-        here = (0, 1) if group is None else (group.rank(), group.size())
-        rank = here[0] if rank is None else rank
-        num_ranks = here[1] if num_ranks is None else num_ranks
+        if rank is None:
+            rank = 0 if group is None else group.rank()
+        if num_ranks is None:
+            num_ranks = 1 if group is None else group.size()
         if not 0 <= rank < num_ranks:
-            raise ScheduleError(
-                f"rank {rank} of {num_ranks} ranks does not exist; there are 0 to {num_ranks - 1}"
-            )
+            raise ScheduleError(f"rank {rank} of {num_ranks} ranks does not exist")
         # The placement does not depend on the number of microbatches.
         _, microbatches = family(name).nearest(num_ranks, num_ranks)
         program = build(name, ranks=num_ranks, microbatches=microbatches, virtual=virtual)
@@ -175,11 +174,7 @@ class PipelineSchedule:
 
     @property
     def engine(self) -> Engine:
-        """Runs the steps.
-
-        Raises:
-            ScheduleError: no program has been loaded yet.
-        """
+        """Runs the steps; a ScheduleError before a program is loaded."""
         if self._engine is None:
             raise ScheduleError(
                 f"this {type(self).__name__} has no program: take a class of a named schedule, or "

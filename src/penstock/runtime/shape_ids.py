@@ -39,13 +39,7 @@ def shape_ids(
     conditions: Sequence[int],
     step: int,
 ) -> list[int]:
-    """Per microbatch the id of its inputs' shapes.
-
-    Args:
-        args: the microbatches' positional arguments.
-        kwargs: the microbatches' keyword arguments.
-        conditions: the ids of all ranks' run conditions.
-        step: the step's number.
+    """Per microbatch the id of its inputs' shapes, under the ids of all ranks' conditions.
 
     Example:
         >>> short, long = (torch.ones(3),), (torch.ones(5),)

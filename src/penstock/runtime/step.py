@@ -63,8 +63,7 @@ class BatchSplitter:
         has_first, has_last: whether inputs enter, and outputs leave, in this process.
 
     Raises:
-        ScheduleError: the program splits sequences, and a stage's module takes no state, or the
-            program recomputes forwards.
+        ScheduleError: a program of sequence chunks has a stage without state, or recomputation.
     """
 
     def __init__(self, config: RunConfig, program: Program, stages: Mapping[int, Stage]) -> None:
