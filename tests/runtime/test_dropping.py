@@ -26,7 +26,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def left_of_a_pipeline(schedule: str, num_ranks: int) -> list[str]:
+def alive_after_dropping(schedule: str, num_ranks: int) -> list[str]:
     layers = [nn.Linear(4, 4) for _ in range(2 * num_ranks)]
     pipe = Pipeline(
         nn.Sequential(*layers),
@@ -49,15 +49,15 @@ def left_of_a_pipeline(schedule: str, num_ranks: int) -> list[str]:
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipe", "po-h"])
 def test_in_one_process(schedule: str) -> None:
-    assert left_of_a_pipeline(schedule, 2) == []
+    assert alive_after_dropping(schedule, 2) == []
 
 
-def left_over(rank: int, num_ranks: int) -> tuple[list[str], list[str]]:
+def alive_over_processes(rank: int, num_ranks: int) -> tuple[list[str], list[str]]:
     gc.disable()
-    left = left_of_a_pipeline("zbv", num_ranks)
-    return left, [thread.name for thread in threading.enumerate() if "penstock" in thread.name]
+    alive = alive_after_dropping("zbv", num_ranks)
+    return alive, [thread.name for thread in threading.enumerate() if "penstock" in thread.name]
 
 
 def test_over_processes() -> None:
-    for outcome in run_ranks(left_over, 2):
+    for outcome in run_ranks(alive_over_processes, 2):
         assert outcome.result() == ([], [])

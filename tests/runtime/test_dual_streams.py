@@ -1,4 +1,4 @@
-"""Blocks overlapped on two streams, held against a stand-in for a device's streams.
+"""Overlapped pairs on two streams, checked with a stand-in for a device's streams.
 
 The stand-in (``tests/streams.py``) fails where two uses of the same memory are in no order. That it
 can fail is shown too: with any of the orders left out, it does.
@@ -28,7 +28,7 @@ from tests.models import convnet, features, gpt, images, mlp, token_loss, tokens
 from tests.programs import computed_programs
 from tests.streams import Recorder, UnorderedError, recorded
 
-BLOCKS = [("dualpipev", 1, 4), ("dualpipev", 2, 5), ("dualpipev", 3, 6), ("dualpipe", 2, 4)]
+PAIRED = [("dualpipev", 1, 4), ("dualpipev", 2, 5), ("dualpipev", 3, 6), ("dualpipe", 2, 4)]
 
 
 def train(program: Program, patch: pytest.MonkeyPatch, **options: Any) -> tuple[Recorder, Twins]:
@@ -44,8 +44,8 @@ def train(program: Program, patch: pytest.MonkeyPatch, **options: Any) -> tuple[
     return recorder, both
 
 
-@pytest.mark.parametrize(("name", "ranks", "microbatches"), BLOCKS)
-def test_blocks_overlap_in_order(
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), PAIRED)
+def test_pairs_overlap_in_order(
     name: str, ranks: int, microbatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = build(name, ranks=ranks, microbatches=microbatches)
@@ -56,7 +56,7 @@ def test_blocks_overlap_in_order(
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipev"])
-def test_without_blocks_or_wish_there_is_one_stream(
+def test_without_pairs_or_the_option_there_is_one_stream(
     name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if overlap and name == "dualpipev":
@@ -70,7 +70,7 @@ def test_without_blocks_or_wish_there_is_one_stream(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 @given(program=computed_programs(backward=True, max_microbatches=5))
 def test_any_program_overlaps_in_order(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of one stage as well as of two, whole backwards and split ones."""
+    """Pairs of one stage as well as of two, whole backwards and split ones."""
     assume(any(can_overlap(step) for rank in program.ranks for step in rank))
     train(program, monkeypatch, overlap=True)
 
@@ -91,7 +91,7 @@ def test_host_transfers_and_recomputations_are_ordered_too(
 
 
 @pytest.mark.parametrize("case", MODELS)
-@pytest.mark.parametrize(("name", "ranks", "microbatches"), BLOCKS[:2])
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), PAIRED[:2])
 def test_models_overlap_in_order(
     case: str, name: str, ranks: int, microbatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,8 +113,8 @@ def test_models_overlap_in_order(
 def without(order: StreamOrder) -> Callable[..., None]:
     enter = DualStreams._enter
 
-    def enter_without(self: DualStreams, lane: int, asked: StreamOrder) -> None:
-        enter(self, lane, StreamOrder.NONE if asked is order else asked)
+    def enter_without(self: DualStreams, stream: int, requested: StreamOrder) -> None:
+        enter(self, stream, StreamOrder.NONE if requested is order else requested)
 
     return enter_without
 
@@ -126,7 +126,7 @@ def test_an_order_left_out_is_found(order: StreamOrder, monkeypatch: pytest.Monk
         train(build("dualpipev", ranks=1, microbatches=4), monkeypatch, overlap=True)
 
 
-def prologues(lanes: DualStreams, program: Program) -> list[Callable[[], None]]:
+def prologues(dual: DualStreams, program: Program) -> list[Callable[[], None]]:
     """The prologue of each action of one rank; that of a pair's forward has a wait before it."""
     steps = program.ranks[0]
     bound = [
@@ -136,21 +136,21 @@ def prologues(lanes: DualStreams, program: Program) -> list[Callable[[], None]]:
         ]
         for step in steps
     ]
-    found = [each.prologue for each in lanes.add_prologues(steps, bound, program.placement)]
+    found = [each.prologue for each in dual.add_prologues(steps, bound, program.placement)]
     return [each for each in found if each is not None]
 
 
-def test_a_block_forks_once_whatever_its_first_part_waits_for(
+def test_a_pair_forks_once_whatever_its_first_part_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else the other part would wait for what this one waits for: a message, perhaps."""
     program = parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
     with recorded(monkeypatch) as recorder:
-        lanes = DualStreams(recorder)
-        _, wait, run, beside, _ = prologues(lanes, program)
+        dual = DualStreams(recorder)
+        _, wait, run, beside, _ = prologues(dual, program)
         followed: list[tuple[Any, Any]] = []
-        monkeypatch.setattr(lanes._streams, "follow", lambda *pair: followed.append(pair))
-        with lanes:
+        monkeypatch.setattr(dual._streams, "follow", lambda *pair: followed.append(pair))
+        with dual:
             followed.clear()
             wait()
             assert len(followed) == 2
@@ -163,15 +163,15 @@ def test_the_caller_continues_after_both_streams(monkeypatch: pytest.MonkeyPatch
     program = parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
     with recorded(monkeypatch) as recorder:
         caller = recorder.current()
-        lanes = DualStreams(recorder)
-        *_, enter_last = prologues(lanes, program)
-        with lanes:
+        dual = DualStreams(recorder)
+        *_, enter_last = prologues(dual, program)
+        with dual:
             enter_last()
             assert recorder.current() is not caller
             made = torch.ones(3)
         assert recorder.current() is caller
         made + 1
-        with pytest.raises(UnorderedError, match="waits for nothing"), lanes:
+        with pytest.raises(UnorderedError, match="waits for nothing"), dual:
             enter_last()
             made = torch.ones(3)
             recorder.switch(caller)
@@ -181,7 +181,7 @@ def test_the_caller_continues_after_both_streams(monkeypatch: pytest.MonkeyPatch
 def test_memory_of_the_other_stream_that_is_not_kept_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """0B0 drops the gradient that 1B0 made, on the lane on which 1F1 then needs memory."""
+    """0B0 drops the gradient that 1B0 made, on the stream on which 1F1 then needs memory."""
     program = parse_csv("0F0,1F0,0F1,1B0,(0B0;1F1)OVERLAP_F_B,1B1,0B1\n")
     train(program, monkeypatch, overlap=True)
     monkeypatch.setattr(DualStreams, "keep_alive", lambda self, tensors: None)
@@ -204,12 +204,12 @@ def test_a_copy_that_is_not_waited_for_is_found(monkeypatch: pytest.MonkeyPatch)
 
 
 @given(program=computed_programs(backward=True, max_microbatches=5))
-def test_a_microbatch_keeps_to_its_lane_and_blocks_take_both(program: Program) -> None:
+def test_a_microbatch_keeps_to_its_stream_and_pairs_take_both(program: Program) -> None:
     for rank in program.ranks:
-        lanes = assign_streams(rank, program.placement)
+        dual = assign_streams(rank, program.placement)
         for step in rank:
             if can_overlap(step):
-                assert {lanes[act.stage, act.microbatch] for act in step.parts} == {0, 1}
+                assert {dual[act.stage, act.microbatch] for act in step.parts} == {0, 1}
     actions = [act for act in program.actions() if act.op in COMPUTE]
     assert {(act.stage, act.microbatch) for act in actions if act.op is Op.FORWARD} >= {
         (act.stage, act.microbatch) for act in actions
@@ -219,8 +219,8 @@ def test_a_microbatch_keeps_to_its_lane_and_blocks_take_both(program: Program) -
 # --- the host ------------------------------------------------------------------------------------
 
 
-def test_a_step_asks_the_device_for_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it has run: the host can go on asking for work while the device is at it."""
+def test_a_step_reads_no_value_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on, so that the host may run ahead of the device."""
     for name in ("1f1b", "zbv", "dualpipev", "po-f"):
         with recorded(monkeypatch) as recorder:
             program = build(name, ranks=2, microbatches=4)

@@ -1,4 +1,4 @@
-"""Blocks played by a function of the user's: gradients are the same, and its mistakes are told."""
+"""Overlapped pairs run by a user's function: same gradients, and errors for its mistakes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, DIM), torch.randn(8, DIM)
 
 
-def in_threads(block: Any, forward: Part, backward: Part) -> None:
+def in_threads(pair: Any, forward: Part, backward: Part) -> None:
     thread = threading.Thread(target=backward)
     thread.start()
     forward()
@@ -56,11 +56,11 @@ def train(layers: list[nn.Module], schedule: Any) -> None:
         torch.testing.assert_close(mine.grad, wanted.grad)
 
 
-def test_the_parts_of_a_block_may_run_in_two_threads_that_meet() -> None:
+def test_the_parts_of_a_pair_may_run_in_two_threads_that_meet() -> None:
     meeting = threading.Barrier(2)
     seen: list[str] = []
 
-    def meet(block: Any, forward: Part, backward: Part) -> None:
+    def meet(pair: Any, forward: Part, backward: Part) -> None:
         def run_backward() -> None:
             meeting.wait(10)
             backward()
@@ -70,7 +70,7 @@ def test_the_parts_of_a_block_may_run_in_two_threads_that_meet() -> None:
         meeting.wait(10)
         forward()
         thread.join()
-        seen.append(str(block))
+        seen.append(str(pair))
 
     layers = make_layers()
     schedule = make_schedule(layers)
@@ -82,22 +82,22 @@ def test_the_parts_of_a_block_may_run_in_two_threads_that_meet() -> None:
     schedule.trace()
 
 
-def test_it_is_kept_for_a_program_that_is_read_later(tmp_path: Path) -> None:
+def test_a_function_applies_to_a_program_loaded_later(tmp_path: Path) -> None:
     layers = make_layers()
     make_schedule(layers)._dump_csv(tmp_path / "v.csv", format="compute_only")
     stages = [PipelineStage(layer, i, 2, CPU) for i, layer in enumerate(layers)]
     schedule = _PipelineScheduleRuntime(stages, MICROBATCHES, mse_loss)
-    played: list[str] = []
+    pairs: list[str] = []
 
-    def note(block: Any, first: Part, second: Part) -> None:
-        played.append(str(block))
+    def record(pair: Any, first: Part, second: Part) -> None:
+        pairs.append(str(pair))
         first()
         second()
 
-    schedule.register_custom_function("OVERLAP_F_B", note)
+    schedule.register_custom_function("OVERLAP_F_B", record)
     schedule._load_csv(tmp_path / "v.csv")
     train(layers, schedule)
-    assert played
+    assert pairs
 
 
 class Bursts(nn.Module):
@@ -128,21 +128,21 @@ def test_errors_of_a_stream_thread_are_raised_at_their_action() -> None:
     assert raised.value.where.action == "1B1"
 
 
-def raises(block: Any, forward: Part, backward: Part) -> None:
+def raises(pair: Any, forward: Part, backward: Part) -> None:
     raise ValueError("mine")
 
 
-def forgets(block: Any, forward: Part, backward: Part) -> None:
+def forgets(pair: Any, forward: Part, backward: Part) -> None:
     forward()
 
 
-def repeats(block: Any, forward: Part, backward: Part) -> None:
+def repeats(pair: Any, forward: Part, backward: Part) -> None:
     forward()
     forward()
 
 
 @pytest.mark.parametrize(
-    ("function", "told", "at"),
+    ("function", "said", "at"),
     [
         (raises, "ValueError: mine", 0),
         (forgets, "has returned without calling it; it calls each part once", 1),
@@ -150,15 +150,15 @@ def repeats(block: Any, forward: Part, backward: Part) -> None:
     ],
 )
 def test_errors_of_the_function_are_raised(
-    function: Callable[..., None], told: str, at: int
+    function: Callable[..., None], said: str, at: int
 ) -> None:
     schedule = make_schedule(make_layers())
     schedule.register_custom_function(OVERLAP_F_B, function)
-    block = next(step for step in schedule.program.ranks[0] if len(step.parts) > 1)
+    pair = next(step for step in schedule.program.ranks[0] if len(step.parts) > 1)
     inputs, target = batch(0)
-    with pytest.raises(PenstockError, match=told) as raised:
+    with pytest.raises(PenstockError, match=said) as raised:
         schedule.step(inputs, target=target)
-    assert raised.value.where.action == str(block.parts[at])
+    assert raised.value.where.action == str(pair.parts[at])
 
 
 def test_invalid_functions_for_overlapped_pairs_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Which stages a rank is to make, asked of the schedule."""
+"""The indices of a rank's stages, by the schedule's class."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def test_every_stage_lies_where_the_program_has_it(
 ) -> None:
     assert cls.schedule_name is not None
     placement = build(cls.schedule_name, ranks=num_ranks, microbatches=8).placement
-    held = [cls.stage_ids(rank, num_ranks=num_ranks) for rank in range(num_ranks)]
-    assert held == [placement.stages_of(rank) for rank in range(num_ranks)]
-    assert sorted(stage for stages in held for stage in stages) == list(range(placement.num_stages))
+    ids = [cls.stage_ids(rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    assert ids == [placement.stages_of(rank) for rank in range(num_ranks)]
+    assert sorted(stage for stages in ids for stage in stages) == list(range(placement.num_stages))
 
 
 def test_one_process_is_one_rank() -> None:
@@ -36,5 +36,5 @@ def test_invalid_arguments_are_refused() -> None:
         penstock.Schedule1F1B.stage_ids(4, num_ranks=4)
     with pytest.raises(ScheduleError, match=r"takes even P.*nearest that do are ranks=4"):
         penstock.ScheduleDualPipe.stage_ids(0, num_ranks=3)
-    with pytest.raises(ScheduleError, match=r"ask its program\.placement\.stages_of\(rank\)"):
+    with pytest.raises(ScheduleError, match=r"use its program\.placement\.stages_of\(rank\)"):
         penstock.ScheduleProgram.stage_ids(0, num_ranks=2)

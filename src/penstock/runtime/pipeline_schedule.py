@@ -157,7 +157,7 @@ class PipelineSchedule:
         name, group = cls.schedule_name, default_group()
         if name is None:
             raise ScheduleError(
-                f"{cls.__name__} plays any program; ask its program.placement.stages_of(rank)"
+                f"{cls.__name__} runs any program; use its program.placement.stages_of(rank)"
             )
         if rank is None:
             rank = 0 if group is None else group.rank()
