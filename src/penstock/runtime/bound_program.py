@@ -1,10 +1,8 @@
 """A program bound to this process: a runner per stage, an executor, and the start and end of steps.
 
-    start   conditions of all ranks ─► shape ids of the first rank's inputs ─► all ranks
-    actions                     Executor ─► StageRunner ─► Stage
-    end     losses of the last rank ─► all ranks; no rank leaves before all have finished
-
-Training and evaluation are two bound programs over the same stages.
+start   conditions of all ranks ─► shape ids of the first rank's inputs, and a seed ─► all ranks
+actions                     Executor ─► StageRunner ─► Stage
+end     losses of the last rank ─► all ranks; no rank leaves before all have finished
 """
 
 from __future__ import annotations

@@ -74,10 +74,16 @@ class Engine:
         self._is_single_process = len(transports) == program.num_ranks
         self.failure: PenstockError | None = None
         self._agreed, self._num_steps = False, 0
-        _check_stages(program, self.stages, self.transports)
-        self._shared_params = SharedParams(ties, program.placement, self.stages, self.transports)
+        placement, ranks = program.placement, [transport.rank for transport in transports]
+        expected = sorted(i for rank in ranks for i in placement.stages_of(rank))
+        if sorted(stages) != expected:
+            raise ScheduleError(
+                f"rank {', '.join(map(str, ranks))} needs the stages {expected} for {program.name} "
+                f"(stage → rank: {placement.stage_ranks}), but was given {sorted(stages)}"
+            )
+        self._shared_params = SharedParams(ties, placement, self.stages, self.transports)
         # By stage of the model, since copies of a stage are equal.
-        number = program.placement.model_stage
+        number = placement.model_stage
         modules = {number(i): self.stages[i].submod for i in sorted(self.stages, key=number)}
         self.shared_buffers = SharedBuffers(modules)
         self._wrapped: dict[int, list[object]] = {}
@@ -240,31 +246,18 @@ class Engine:
 
     def trace(self) -> Trace:
         """The trace of the last step on all ranks. A collective call."""
-        program, executor = self._last.program, self._last.executor
-        encoded = [executor.encode_spans(program.placement)]
+        program = self._last.program
+        encoded = [self._last.executor.encode_spans(program.placement)]
         if not self._is_single_process:
             with self:
                 self._begin_call("trace()")
                 encoded = self._transport.all_gather_bytes(encoded[0])
                 self._transport.end()
-        trace = merge_spans(self.program.name, program.num_ranks, encoded)
-        return replace(trace, overlapped_pairs=program.overlapped_pairs)
+        return merge_spans(self.program.name, program, encoded)
 
     def close(self) -> None:
         """Stop the transports' threads."""
         self._transport.close()
-
-
-def _check_stages(
-    program: Program, stages: Mapping[int, Stage], transports: Sequence[Transport]
-) -> None:
-    placement, ranks = program.placement, [transport.rank for transport in transports]
-    expected = sorted(i for rank in ranks for i in placement.stages_of(rank))
-    if sorted(stages) != expected:
-        raise ScheduleError(
-            f"rank {', '.join(map(str, ranks))} needs the stages {expected} for {program.name} "
-            f"(stage → rank: {placement.stage_ranks}), but was given {sorted(stages)}"
-        )
 
 
 def _placed(error: BaseException, failed: BoundAction, program: Program) -> BaseException:

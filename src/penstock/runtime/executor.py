@@ -20,6 +20,7 @@ import torch
 from penstock._torch_compat import profiler_is_on
 from penstock.schedule.action import Action
 from penstock.schedule.placement import Placement
+from penstock.schedule.program import Program
 from penstock.schedule.text import parse_action
 from penstock.stage.device_streams import DeviceStreams, Event
 from penstock.trace import Span, Trace
@@ -80,9 +81,8 @@ class Executor:
         """Run all actions with events of the device, and ranges of torch's profiler."""
         streams, plain = self._streams, nullcontext()
         if streams is not None and not self._events:
-            self._events = [
-                (streams.event(timed=True), streams.event(timed=True)) for _ in self.actions
-            ]
+            events = [streams.event(timed=True) for _ in range(2 * len(self.actions))]
+            self._events = list(zip(events[::2], events[1::2], strict=True))
         self.marks = [perf_counter()]
         for i, bound in enumerate(self.actions):
             if bound.prologue is not None:
@@ -115,7 +115,7 @@ class Executor:
         return json.dumps(rows).encode()
 
 
-def merge_spans(name: str, num_ranks: int, encoded: Sequence[bytes]) -> Trace:
+def merge_spans(name: str, program: Program, encoded: Sequence[bytes]) -> Trace:
     """A trace that begins at zero, of the spans that ``Executor.encode_spans`` returned."""
     rows = sorted((row for data in encoded for row in json.loads(data)), key=itemgetter(0, 2))
     origin = min((start for _, _, start, _ in rows), default=0.0)
@@ -123,4 +123,7 @@ def merge_spans(name: str, num_ranks: int, encoded: Sequence[bytes]) -> Trace:
         Span(rank=rank, action=parse_action(text), start=start - origin, end=end - origin)
         for rank, text, start, end in rows
     )
-    return Trace(name=name, num_ranks=num_ranks, unit="s", spans=spans)
+    pairs = program.overlapped_pairs
+    return Trace(
+        name=name, num_ranks=program.num_ranks, unit="s", spans=spans, overlapped_pairs=pairs
+    )
