@@ -95,7 +95,6 @@ class BatchSplitter:
         microbatch.check_ready(ready, whole, num)
         # Row counts of the tensors that count here: where inputs enter, and losses are computed.
         rows: dict[int, torch.Size] = {}
-        target_rows: dict[int, torch.Size] = {}
         specs = (config.args_chunk_spec, config.kwargs_chunk_spec)
         seen = (rows if self.has_first else None, rows)
         arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(args, kwargs, num, *specs, seen=seen)
@@ -104,8 +103,8 @@ class BatchSplitter:
         step.kwargs = self._split_sequences(ready["kwarg_mbs"] or kwarg_mbs)
         targets = ready["target_mbs"]
         if targets is None and target is not None and self.has_last:
-            targets = split_tree(target, num, seen=target_rows)
-        microbatch.check_rows({**target_rows, **rows}, num)
+            targets = split_tree(target, num, seen=rows)
+        microbatch.check_rows(rows, num)
         if targets is not None:
             step.targets = self._split_sequences(targets)
         return step
