@@ -124,13 +124,13 @@ class Pipeline(ModelState):
                     shared=options.get("shared", ()),
                 )
             )
-        super().__init__(made.stages, made.program.placement, made.ties, group, made.state_names)
         self.num_ranks = made.program.num_ranks
         self.rank = group.rank() if group is not None else 0
         self.stages: tuple[PipelineStage, ...] = made.stages
         self._takes_model_call, self._forecast = made.takes_model_call, made.forecast
         options["shared"] = made.ties
         self._schedule = ScheduleProgram(list(made.stages), made.program, made.loss_fn, **options)
+        super().__init__(made.stages, made.program.placement, made.ties, group, made.state_names)
         if made.shared_buffers is not None:
             self._schedule.engine.shared_buffers = made.shared_buffers
 
