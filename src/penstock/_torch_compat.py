@@ -54,9 +54,13 @@ registries: Callable[[nn.Module], tuple[dict[str, Any], ...]] = attrgetter(
     "_parameters", "_buffers"
 )
 
-# Hooks of a parameter after the accumulation of its gradient, and of DDP before communication.
+# The hooks that run when a gradient has been accumulated; torch does not list them.
 grad_hooks_of: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
+
+# DDP's communication hooks, which it does not list, and the broadcast of the first replica's
+# buffers, which it does in every forward.
 comm_hooks_of: Callable[[DistributedDataParallel], list[Any]] = attrgetter("_comm_hooks")
+broadcast_ddp_buffers: Callable[[DistributedDataParallel], Any] = methodcaller("_sync_buffers")
 
 
 def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -80,7 +84,6 @@ push_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 pop_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_grad_enabled = torch._C.is_grad_enabled
 _engine = torch.autograd.Variable._execution_engine
 _interpreters = torch._C._functorch.peek_interpreter_stack
 
@@ -178,14 +181,12 @@ def saved_tensor_hooks_active() -> bool:
 def saved_through(
     pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor], refused: PenstockError
 ) -> Iterator[None]:
-    """Pass the tensors that autograd saves through hooks.
-
-    Raises ``refused`` under ``torch.func``, which forbids hooks, in an error without a type.
-    """
+    """Pass saved tensors through hooks; raise ``refused`` where ``torch.func`` forbids hooks."""
     try:
         with saved_tensors_hooks(pack, unpack):
             yield
     except RuntimeError as error:
+        # The error has no type of its own.
         if "torch.func" in str(error) and "saved tensor hooks" in str(error):
             raise refused from error
         raise
@@ -193,7 +194,7 @@ def saved_through(
 
 def deferrable_now() -> bool:
     """True if autograd records operations now, and no transform does: torch has no query."""
-    return _grad_enabled() and _interpreters() is None and forward_ad._current_level < 0
+    return torch.is_grad_enabled() and _interpreters() is None and forward_ad._current_level < 0
 
 
 def in_transform(value: object) -> bool:
@@ -306,11 +307,6 @@ def is_composable_ddp(module: object) -> bool:
 
 def _replicate_state(module: nn.Module) -> Any:
     return _loaded("torch.distributed._composable.replicate", "replicate").state(module)
-
-
-def broadcast_ddp_buffers(module: DistributedDataParallel) -> None:
-    """Broadcast the first replica's buffers; DDP itself does in every forward."""
-    module._sync_buffers()  # type: ignore[no-untyped-call]
 
 
 def ddp_parameters(module: DistributedDataParallel) -> list[nn.Parameter]:
@@ -567,9 +563,7 @@ class HookWatch(TorchFunctionMode):
     Hooks on graph nodes can't be observed, but registering one requires reading ``grad_fn``.
     """
 
-    def __init__(
-        self, report: Callable[[str], None], watched: Mapping[Any, str] = _HOOKING
-    ) -> None:
+    def __init__(self, report: Callable[[str], None], watched: Any = _HOOKING) -> None:
         self._report = report
         self._watched = watched
 

@@ -28,17 +28,11 @@ CutMethod: TypeAlias = Literal["module", "export"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCut:
-    """A model cut into stages.
-
-    Args:
-        modules: the stages.
-        whole_call: True if the first stage takes the model's own arguments.
-        has_loss: True if the model's output has a loss.
-    """
+    """A model cut into stages."""
 
     modules: tuple[nn.Module, ...]
-    whole_call: bool = False
-    has_loss: bool = False
+    whole_call: bool = False  # True if the first stage takes the model's own arguments
+    has_loss: bool = False  # True if the model's output has a loss
 
 
 def cut_model(

@@ -37,22 +37,14 @@ Example: TypeAlias = tuple[Any, ...] | Mapping[str, Any] | Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitSpec:
-    """The places to cut a model, in one of four forms.
+    """The places to cut a model, in one of four forms."""
 
-    Args:
-        stages: per stage the names of its modules; those of ``plan``, if given.
-        counts: per stage the number of its blocks, or of the layers of a sequence.
-        starts: the names of the modules with which the stages after the first begin.
-        auto: balance the stages by a measurement.
-        blocks: the repeated blocks that ``counts`` refers to; set by ``resolve``.
-    """
-
-    stages: tuple[tuple[str, ...], ...] = ()
-    counts: tuple[int, ...] = ()
-    starts: tuple[str, ...] = ()
-    auto: bool = False
-    plan: Plan | None = None
-    blocks: tuple[str, ...] = ()
+    stages: tuple[tuple[str, ...], ...] = ()  # per stage the names of its modules
+    counts: tuple[int, ...] = ()  # per stage the number of its blocks, or of a sequence's layers
+    starts: tuple[str, ...] = ()  # the first module of each stage but the first
+    auto: bool = False  # balance the stages by a measurement
+    plan: Plan | None = None  # that ``stages`` comes from
+    blocks: tuple[str, ...] = ()  # that ``counts`` refers to; set by ``resolve``
 
     @classmethod
     def parse(cls, split: Any, *, sequence: bool = False) -> SplitSpec:

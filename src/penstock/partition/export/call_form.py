@@ -26,13 +26,11 @@ __all__ = ["CallForm", "OutputForm"]
 class CallForm:
     """The form of one example call of a model in one mode.
 
-    Attributes:
-        names: the names of the tensors among the arguments, such as ``"batch.mask"``.
-        examples: the tensors of the example; to be cleared after the capture.
-        check: given such tensors, returns the error message for their shapes, or None.
-        output: the form of the output; set by the capture, as ``check`` is.
+    ``names`` has the names of the tensors among the arguments, such as ``"batch.mask"``, and
+    ``examples`` those of the example, until the capture is done.
     """
 
+    # Set by the capture: the error message for the shapes of a call's tensors, or None.
     check: Callable[[Sequence[Tensor]], str | None]
     output: OutputForm
 
@@ -117,24 +115,19 @@ class CallForm:
 
 
 class OutputForm:
-    """The tree of a model's output, around the values that its graph computes.
-
-    Attributes:
-        computed: these values as seen during the capture.
-        dropped: the types of leaves that no stage can send (such as caches); None replaces them.
-        has_loss: True if the model computes its loss itself: a scalar, called ``loss``.
-    """
+    """The tree of a model's output, around the values that its graph computes."""
 
     def __init__(self, output: Any) -> None:
         leaves, self._tree = flatten(output)
         computed = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
         self._slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, computed)]
-        self.computed = [leaves[i] for i in self._slots]
+        self.computed = [leaves[i] for i in self._slots]  # until the capture is done
         self._fixed = [leaf if is_plain(leaf) else None for leaf in leaves]
         opaque = (leaf for leaf in leaves if not is_plain(leaf) and not isinstance(leaf, computed))
+        # The types of leaves that no stage can send, such as caches; None replaces them.
         self.dropped = sorted({type(leaf).__qualname__ for leaf in opaque})
         loss = own_loss(output)
-        # An open size is a SymInt; a comparison would specialize it.
+        # A loss is a scalar. An open size is a SymInt; a comparison would specialize it.
         is_loss = isinstance(loss, Tensor) and loss.is_floating_point()
         self.has_loss = is_loss and all(isinstance(n, int) and n == 1 for n in loss.shape)
 

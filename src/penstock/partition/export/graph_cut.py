@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -147,7 +148,7 @@ def cuts_at_counts(marks: Sequence[Cut], blocks: Sequence[str], counts: Sequence
         places[mark.label] -= 1
         if places[mark.label] >= 0:
             calls.append(mark)
-    starts = [sum(counts[:stage]) for stage in range(1, len(counts))]
+    starts = [*accumulate(counts)][:-1]
     if starts and starts[-1] >= len(calls):
         raise PartitionError(
             f"the forward calls {len(calls)} of the {len(blocks)} blocks that {list(counts)} "

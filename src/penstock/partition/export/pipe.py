@@ -21,17 +21,8 @@ from torch import fx, nn
 from penstock._torch_compat import children_of, has_no_forward
 from penstock.compat.stage import TracedStage, build_stage
 from penstock.errors import PartitionError
+from penstock.partition.export import graph_cut
 from penstock.partition.export.capture import CONSTANTS, Captured, capture
-from penstock.partition.export.graph_cut import (
-    Cut,
-    GraphCut,
-    all_cuts,
-    assign,
-    cuts_at_counts,
-    cuts_at_names,
-    described,
-    take_marks,
-)
 from penstock.partition.export.markers import SplitPoint, marked
 from penstock.partition.export.stage_module import StageModule, build_modules
 from penstock.partition.huggingface import install_hooks
@@ -46,7 +37,7 @@ logger = logging.getLogger(__name__)
 # A function from the captured graph to one with calls of ``pipe_split``.
 SplitPolicy: TypeAlias = Callable[[fx.GraphModule], fx.GraphModule]
 # A function that chooses the cuts among the marks in a graph.
-Choice: TypeAlias = Callable[[Sequence[Cut]], Sequence[Cut]]
+Choice: TypeAlias = Callable[[Sequence[graph_cut.Cut]], Sequence[graph_cut.Cut]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +56,7 @@ class Pipe(nn.Module):
     Args:
         split_gm: a graph that runs the stages ``submod_pp_0``, ``submod_pp_1``, … in turn.
         num_stages: the number of stages.
-        has_loss_and_backward: accepted for compatibility.
-        loss_spec: likewise.
+        has_loss_and_backward, loss_spec: accepted for compatibility.
 
     Attributes:
         shared: for each parameter shared by several stages (such as embedding and head), its name
@@ -201,12 +191,12 @@ def pipeline_of(
     if split.counts:
         first: dict[nn.Module, str] = {}
         names = [first.setdefault(model.get_submodule(name), name) for name in split.blocks]
-        choose = partial(cuts_at_counts, blocks=names, counts=split.counts)
+        choose = partial(graph_cut.cuts_at_counts, blocks=names, counts=split.counts)
     elif split.stages:
         Plan(stages=split.stages).check(model)
         stages = [[*_called(model, stage)] for stage in split.stages]
         names = itertools.chain(*stages)
-        choose = partial(cuts_at_names, stages=stages)
+        choose = partial(graph_cut.cuts_at_names, stages=stages)
     return _pipe_at(dict.fromkeys(names, SplitPoint.BEGINNING), choose, model, args, kwargs)
 
 
@@ -234,12 +224,13 @@ def _pipe_at(
 ) -> Pipe:
     """Capture a model with marks at ``points``; cut it at those chosen, or at all if None."""
 
-    def capture_and_cut() -> tuple[Captured, GraphCut]:
+    def capture_and_cut() -> tuple[Captured, graph_cut.GraphCut]:
         with marked(model, points):
             captured = capture(model, args, kwargs)
         graph = captured.graph if policy is None else _apply_policy(model, captured, policy)
-        marks = take_marks(graph)
-        return captured, assign(graph, choose(marks) if choose else all_cuts(graph, marks, points))
+        marks = graph_cut.take_marks(graph)
+        cuts = choose(marks) if choose else graph_cut.all_cuts(graph, marks, points)
+        return captured, graph_cut.assign(graph, cuts)
 
     install_hooks(model)  # otherwise the first call would do it in the middle of the capture
     captured, cut = capture_and_cut()
@@ -267,7 +258,7 @@ def _pipe_at(
             module.training = training
     modules = build_modules(model, modes, missing)
     pipe = Pipe(_split_gm(len(args), list(kwargs or {}), modules, cut), len(modules))
-    pipe.crossing = tuple(tuple(map(described, nodes)) for nodes in cut.crossing)
+    pipe.crossing = tuple(tuple(map(graph_cut.described, nodes)) for nodes in cut.crossing)
     return pipe
 
 
@@ -283,7 +274,7 @@ def _apply_policy(model: nn.Module, captured: Captured, policy: SplitPolicy) -> 
 
 
 def _split_gm(
-    num_args: int, names: Sequence[str], modules: Sequence[StageModule], cut: GraphCut
+    num_args: int, names: Sequence[str], modules: Sequence[StageModule], cut: graph_cut.GraphCut
 ) -> fx.GraphModule:
     """A graph that runs the stages in turn."""
     graph = fx.Graph()

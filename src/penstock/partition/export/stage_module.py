@@ -26,18 +26,11 @@ __all__ = ["StageModule", "build_modules"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageCode:
-    """The code of one stage in one mode; holds no state, so that copies of a stage share it.
+    """The code of one stage in one mode; holds no state, so that copies of a stage share it."""
 
-    Args:
-        graph: the stage's subgraph, as a module whose ``forward`` runs on any module with the
-            graph's attributes.
-        read: on the first stage, the function from a call of the model to the graph's inputs.
-        assemble: on the last stage, the function from the graph's outputs to the model's output.
-    """
-
-    graph: fx.GraphModule
-    read: Callable[..., Any] | None
-    assemble: Callable[..., Any] | None
+    graph: fx.GraphModule  # its class's ``forward`` runs on any module with its attributes
+    read: Callable[..., Any] | None  # on the first stage, from the model's call to graph inputs
+    assemble: Callable[..., Any] | None  # on the last, from graph outputs to the model's output
 
     def __deepcopy__(self, memo: object) -> StageCode:
         """Return the code itself."""
@@ -52,31 +45,22 @@ class StageCode:
 
 
 class StageModule(nn.Module):
-    """One stage of a captured model.
+    """One stage of a captured model, with code for training (True) and for evaluation (False).
 
-    Casts in the model (``x.float()``) are fixed at capture: convert the model before.
-
-    Args:
-        codes: the code for training (True) and for evaluation (False).
-        missing: the reason why one of the two codes is missing.
-        constants: constants of the model's graphs, the device among them; keeps those in use.
-        has_loss: True if the stage returns the model's output with a loss.
+    ``missing`` is the reason why one of the two is missing. Casts in the model (``x.float()``) are
+    fixed at capture: convert the model before.
     """
 
     # Stages read this attribute as on a layer: a graph may write into its inputs.
     inplace = True
 
     def __init__(
-        self,
-        codes: Mapping[bool, StageCode],
-        missing: str,
-        constants: Mapping[str, Any],
-        has_loss: bool,
+        self, codes: Mapping[bool, StageCode], missing: str, constants: Mapping[str, Any]
     ) -> None:
         super().__init__()
         self._codes = dict(codes)
         self._missing = missing
-        self.has_loss = has_loss
+        self.has_loss = False  # True if the stage returns the model's output with a loss
         # An empty tensor that ``_apply`` moves along, to detect the target device.
         self._place = torch.empty(0, dtype=torch.uint8, device=constants["device"])
         targets = self.names_used()
@@ -132,12 +116,12 @@ def build_modules(
     """Build the modules of all stages from the cut forwards of training (True) and evaluation."""
     [num_stages] = {cut.num_stages for _, cut in modes.values()}
     constants = {n: c for captured, _ in modes.values() for n, c in captured.constants.items()}
-    has_loss = any(captured.form.output.has_loss for captured, _ in modes.values())
     modules = []
     for index in range(num_stages):
         codes = {mode: _stage_code(*modes[mode], index) for mode in modes}
-        module = StageModule(codes, missing, constants, has_loss and index == num_stages - 1)
-        modules.append(module.train(model.training))
+        modules.append(StageModule(codes, missing, constants).train(model.training))
+    outputs = [captured.form.output for captured, _ in modes.values()]
+    modules[-1].has_loss = any(output.has_loss for output in outputs)
     _attach_state(model, modules)
     return modules
 
