@@ -135,9 +135,6 @@ def parse_bytes(text: str) -> float:
     return value
 
 
-# --- transformers -------------------------------------------------------------------------------
-
-
 def _from_transformers(request: ModelRequest) -> _Loaded:
     """A model of transformers with random weights, once its size is known."""
     import torch
@@ -158,7 +155,6 @@ def _from_transformers(request: ModelRequest) -> _Loaded:
     trunks: dict[str, list[str]] = {}
     try:
         config = config_class(**settings)
-        model_class = model_class or _model_class(config, request.model)
         values = config.to_dict()
         layers = {n: values[n] for n in _LAYER_SETTINGS if isinstance(values.get(n), int)}
         with torch.device("meta"):
@@ -186,31 +182,26 @@ def _from_transformers(request: ModelRequest) -> _Loaded:
     return model, _example_of(config, model, request), trunks
 
 
-def _classes_of(name: str, transformers: Any) -> tuple[Any, Any | None]:
-    """The configuration class, and the model class if ``name`` is one."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+def _classes_of(name: str, transformers: Any) -> tuple[Any, Any]:
+    """The configuration class, and the model class: ``name`` itself if it is one, else one with a
+    head that computes a loss, if there is one."""
+    from transformers.models.auto import configuration_auto, modeling_auto
 
-    found = CONFIG_MAPPING[name] if name in CONFIG_MAPPING else getattr(transformers, name, None)
-    if inspect.isclass(found) and issubclass(found, transformers.PretrainedConfig):
-        return found, None
+    names = configuration_auto.CONFIG_MAPPING
+    found: Any = names[name] if name in names else getattr(transformers, name, None)
     if inspect.isclass(found) and getattr(found, "config_class", None) is not None:
         return found.config_class, found  # type: ignore[attr-defined]
-    known = [*CONFIG_MAPPING, *(each for each in dir(transformers) if each.endswith("Config"))]
-    raise PartitionError(
-        f"{name!r} is no configuration of transformers{did_you_mean(name, known)}; for a model of "
-        f"your own {_OWN_FACTORY}"
-    )
-
-
-def _model_class(config: Any, name: str) -> Any:
-    """The model class of a configuration: with a head that computes a loss, if there is one."""
-    from transformers.models.auto import modeling_auto
-
+    if not (inspect.isclass(found) and issubclass(found, transformers.PretrainedConfig)):
+        known = [*names, *(each for each in dir(transformers) if each.endswith("Config"))]
+        raise PartitionError(
+            f"{name!r} is no configuration of transformers{did_you_mean(name, known)}; for a model "
+            f"of your own {_OWN_FACTORY}"
+        )
     mappings = [getattr(modeling_auto, f"MODEL_FOR_{head}_MAPPING") for head in _HEADS]
     for mapping in (*mappings, modeling_auto.MODEL_MAPPING):
-        if type(config) in mapping:
-            found = mapping[type(config)]
-            return found[0] if isinstance(found, (tuple, list)) else found
+        if found in mapping:
+            model = mapping[found]
+            return found, model[0] if isinstance(model, (tuple, list)) else model
     raise PartitionError(f"{name}: transformers knows no model of this configuration")
 
 

@@ -94,11 +94,9 @@ def arrange(
 ) -> Drawing:
     """Lay out a step, from its first computation on.
 
-    Args:
-        step: the step. A simulation's memory is in the unit of its costs, a trace's memory in
-            activations.
-        unit: unit of the times; None for the trace's. Seconds are drawn as milliseconds.
-        differences: an additional line of the tooltip, by action in text form.
+    A simulation's memory is in the unit of its costs, a trace's in activations. Times are in
+    ``unit``, by default the trace's, and seconds are drawn as milliseconds; ``differences`` gives
+    an additional line of the tooltip, by action in text form.
     """
     trace = trace_of(step)
     spans = drawn(trace)

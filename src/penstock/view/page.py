@@ -203,13 +203,8 @@ def figures_html(figures: Sequence[tuple[str, str]]) -> str:
 def figures_of(
     steps: Sequence[Drawable], names: tuple[str, str] = ("", ""), *, limit: float | None = None
 ) -> list[tuple[str, str]]:
-    """The figures of a step, for ``figures_html``.
-
-    Args:
-        steps: one step, or two to compare, in the unit of the first.
-        names: names of the two steps.
-        limit: memory limit of a rank; None for none.
-    """
+    """The figures of a step, or of two named steps in the unit of the first; ``limit`` is the
+    memory limit of a rank, None for none."""
     traces, first = [trace_of(step) for step in steps], steps[0]
     unit = traces[0].unit
     of = f", {names[0]} | {names[1]}" if len(traces) > 1 else ""

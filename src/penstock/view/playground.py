@@ -166,13 +166,8 @@ def _slider(title: str, value: float, start: float, end: float, step: float) -> 
 def _comparison_html(
     outcomes: Mapping[str, Simulation | str], *, memory: float | None, chosen: str
 ) -> str:
-    """A table of schedules with a bar per figure, smallest bubble first.
-
-    Args:
-        outcomes: by schedule name, its simulated step, or the reason why it has none.
-        memory: memory limit of a rank, above which a peak is red; None for none.
-        chosen: name of the schedule that is drawn, in bold.
-    """
+    """A table of schedules, smallest bubble first; of each the simulated step, or the reason why it
+    has none. The drawn schedule is bold, a peak above the memory limit red."""
     results = {name: each for name, each in outcomes.items() if isinstance(each, Simulation)}
     ratios = {name: each.bubble_ratio for name, each in results.items()}
     peaks = {name: max(each.peak_bytes) for name, each in results.items()}

@@ -66,13 +66,8 @@ def to_text(trace: Trace, *, width: int = 120) -> str:
 
 
 def grid(trace: Trace, *, width: int, brief: bool = False) -> list[tuple[str, Lane]]:
-    """A timeline in cells of equal time: the name of each lane, and its cells.
-
-    Args:
-        trace: the trace.
-        width: longest line allowed, in characters.
-        brief: if True, texts show only the microbatch, for coloured views.
-    """
+    """A timeline in cells of equal time, in lines of at most ``width`` characters: the name of each
+    lane, and its cells; with ``brief``, texts show only the microbatch, for coloured views."""
     if width < _SMALLEST_WIDTH:
         raise ValueError(f"width is {width}, expected at least {_SMALLEST_WIDTH}")
     lanes, pair_of = list(_lanes(trace)), trace.pair_of()

@@ -173,9 +173,14 @@ class Timeline:
         plot, box = self.plot, self.box.glyph
         tip = bk.HoverTool(renderers=[self.box], tooltips=_TOOLTIP, point_policy="follow_mouse")
         plot.add_tools(tip)
-        glyphs = {"box": box, "path": self.path.glyph, "frame": self.frame.glyph}
-        args = {"plot": plot, "x": plot.x_range, "y": plot.y_range, "boxes": self.boxes}
-        set_labels = bk.CustomJS(args=glyphs | args | {"labels": self.labels}, code=_SET_LABELS)
+        args = {
+            "plot": plot, "x": plot.x_range, "y": plot.y_range, "boxes": self.boxes, "box": box,
+            "labels": self.labels, "path": self.path.glyph, "frame": self.frame.glyph,
+            "memory": self.memory, "path_boxes": self.path, "path_lines": self.path_lines,
+        }  # fmt: skip
+        set_labels, self.show_memory, self.show_path = (
+            bk.CustomJS(args=args, code=code) for code in (_SET_LABELS, _SHOW_MEMORY, _SHOW_PATH)
+        )
         for model, names in (
             (plot.x_range, ("start", "end")),
             (plot.y_range, ("start", "end")),
@@ -185,9 +190,6 @@ class Timeline:
         ):
             for name in names:
                 model.js_on_change(name, set_labels)
-        self.show_memory = bk.CustomJS(args=glyphs | {"memory": self.memory}, code=_SHOW_MEMORY)
-        paths = {"path_boxes": self.path, "path_lines": self.path_lines}
-        self.show_path = bk.CustomJS(args=glyphs | paths, code=_SHOW_PATH)
 
     def show(
         self,
