@@ -8,6 +8,7 @@ import pytest
 
 from penstock import Costs, build, simulate
 from penstock.schedule.action import Op
+from penstock.view.layout import arrange
 from penstock.view.palette import LOOKS, shade
 from penstock.view.timeline import Timeline
 
@@ -37,7 +38,7 @@ def test_hues_are_those_of_the_papers(op: Op, lowest: float, highest: float) -> 
 def test_the_page_s_boxes_have_these_colours_on_white(name: str) -> None:
     timeline = Timeline()
     result = simulate(build(name, ranks=4, microbatches=8), Costs())
-    timeline.show(result)
+    timeline.show(arrange(result))
     boxes = timeline.boxes.data
     stages = result.program.num_stages // 4
     for op in {act.op for act in result.program.actions()}:

@@ -42,7 +42,7 @@ def split(
     output: Annotated[Path | None, option("Write the plan: *.toml.", "--output", "-o")] = None,
     request: ModelRequest,
     runs: Annotated[int, option("Measure so often; the median counts.")] = 5,
-    costs: Annotated[Path | None, option("Costs to use; if there are none, measured ones.")] = None,
+    costs: Annotated[Path | None, option("A file of costs, measured if not there.")] = None,
     layout: Annotated[str | None, option("Megatron's layout, as 'Et*3|(tt|)*29,m|L'.")] = None,
     rule: Annotated[str | None, option("Not supported.", hidden=True)] = None,
     schedule: Annotated[str | None, option("Balance for the ranks of this schedule.")] = None,

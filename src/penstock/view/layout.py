@@ -63,6 +63,7 @@ class Drawing:
     memory: Columns  # points x and y of one outline, ranks separated by NaN
     peaks: tuple[float, ...]  # peak memory per rank
     end: float  # end of the last span
+    axis_label: str
 
 
 def trace_of(step: Drawable) -> Trace:
@@ -99,11 +100,11 @@ def arrange(
     an additional line of the tooltip, by action in text form.
     """
     trace = trace_of(step)
-    spans = drawn(trace)
+    spans, unit = drawn(trace), unit or trace.unit
     origin = min((s.start for s in trace.spans if s.action.op in COMPUTE), default=0.0)
     axes = _Axes(
         origin=origin,
-        scale=1e3 if (unit or trace.unit) == "s" else 1.0,
+        scale=1e3 if unit == "s" else 1.0,
         top=_TOP if all(s.action.op in COMPUTE for s in spans) else _TOP_BELOW_STRIPS,
     )
     if isinstance(step, Trace):
@@ -134,6 +135,7 @@ def arrange(
         memory=_outline(curves, axes, end, max(peaks, default=0.0)),
         peaks=peaks,
         end=end,
+        axis_label="time, ms" if unit == "s" else "time, in units of cost",
     )
 
 

@@ -22,7 +22,7 @@ from penstock.simulate.measured import Difference, compare_traces
 from penstock.simulate.simulation import Simulation
 from penstock.trace import Trace
 from penstock.view import palette
-from penstock.view.layout import Drawable, ops_drawn, trace_of
+from penstock.view.layout import Drawable, arrange, ops_drawn, trace_of
 from penstock.view.palette import LOOKS, amount, time_text
 from penstock.view.timeline import STRETCHED, Timeline, bk
 
@@ -97,11 +97,10 @@ def save_page(
     timelines = [Timeline()]
     if beside is not None:
         timelines.append(Timeline(name="beside", x_range=timelines[0].x_range))
-    ends = [
-        timeline.show(step, unit=unit, differences=texts, title=name if beside else "").end
-        for timeline, step, name in zip(timelines, steps, names, strict=False)
-    ]
-    timelines[0].set_end(max(ends))
+    drawings = [arrange(step, unit=unit, differences=texts) for step in steps]
+    for timeline, drawing, name in zip(timelines, drawings, names, strict=False):
+        timeline.show(drawing, title=name if beside else "")
+    timelines[0].set_end(max(drawing.end for drawing in drawings))
     actions = [span.action for span in first.spans]
     sizes = numbers_of(
         rank=first.num_ranks,

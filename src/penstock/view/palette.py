@@ -14,7 +14,7 @@ from penstock.schedule.program import Program
 from penstock.trace import Trace
 
 __all__ = [
-    "FONT", "FRAME", "LOOKS", "Look", "amount", "axis_label", "ink", "shade", "shades",
+    "FONT", "FRAME", "LOOKS", "Look", "amount", "ink", "shade", "shades",
     "sizes_text", "time_text",
 ]  # fmt: skip
 
@@ -118,8 +118,3 @@ def sizes_text(program: Program) -> str:
 def time_text(value: float, unit: str) -> str:
     """Format a time of a trace in its unit: ``12.35 ms`` for seconds, else an ``amount``."""
     return f"{value * 1e3:.4g} ms" if unit == "s" else amount(value)
-
-
-def axis_label(unit: str) -> str:
-    """The label of a time axis; seconds are drawn as milliseconds."""
-    return "time, ms" if unit == "s" else "time, in units of cost"

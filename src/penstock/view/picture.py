@@ -15,7 +15,7 @@ from penstock.errors import PenstockError
 from penstock.schedule.messages import number_of
 from penstock.trace import Trace
 from penstock.view.layout import Columns, Drawing, arrange, ops_drawn
-from penstock.view.palette import FRAME, LOOKS, axis_label, time_text
+from penstock.view.palette import FRAME, LOOKS, time_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,7 +90,7 @@ def draw(
         axes.set_xlim(0, end)
         _draw_lanes(axes, drawing, (width - _MARGIN - 0.2) / end)
         axes.set_title(title, loc="left", fontsize=9.5)
-    axes.set_xlabel(axis_label(shown[0].unit), fontsize=8.5)
+    axes.set_xlabel(drawings[0].axis_label, fontsize=8.5)
     _draw_legend(figure, shown)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)

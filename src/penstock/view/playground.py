@@ -17,6 +17,7 @@ from penstock.schedule.family import parse_options
 from penstock.schedule.registry import family, refuse_options, schedules
 from penstock.simulate.costs import Costs, build_for, costs_divisor, per_stage_costs
 from penstock.simulate.simulation import Simulation, simulate
+from penstock.view.layout import arrange
 from penstock.view.page import (
     div,
     figures_html,
@@ -149,7 +150,7 @@ class Playground:
             self.heading.text = heading_html(name, "")
             self.figures.text = self.legend.text = ""
             return
-        self.timeline.show(outcome)
+        self.timeline.show(arrange(outcome))
         self.heading.text = heading_html(outcome.program.name, sizes_text(outcome.program))
         self.legend.text = legend_html([outcome.trace])
         self.figures.text = figures_html(figures_of([outcome], limit=limit))

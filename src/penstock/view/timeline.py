@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.view.layout import Columns, Drawable, Drawing, arrange, trace_of
-from penstock.view.palette import FRAME, amount, axis_label
+from penstock.view.layout import Columns, Drawing
+from penstock.view.palette import FRAME, amount
 
 try:
     import bokeh.models
@@ -191,25 +191,17 @@ class Timeline:
             for name in names:
                 model.js_on_change(name, set_labels)
 
-    def show(
-        self,
-        step: Drawable,
-        *,
-        unit: str | None = None,
-        differences: dict[str, str] | None = None,
-        title: str = "",
-    ) -> Drawing:
-        """Replace the drawn step; return its layout. Arguments are those of ``arrange``."""
-        trace, plot = trace_of(step), self.plot
-        drawing = arrange(step, unit=unit, differences=differences)
+    def show(self, drawing: Drawing, *, title: str = "") -> None:
+        """Replace the drawn step."""
+        plot, num_ranks = self.plot, len(drawing.peaks)
         plot.title.text = title
-        plot.xaxis.axis_label = axis_label(unit or trace.unit)
-        lane = min(_LARGEST_LANE, max(_SMALLEST_LANE, _LANES_HEIGHT // trace.num_ranks))
-        plot.height = lane * trace.num_ranks + _AXES_HEIGHT
+        plot.xaxis.axis_label = drawing.axis_label
+        lane = min(_LARGEST_LANE, max(_SMALLEST_LANE, _LANES_HEIGHT // num_ranks))
+        plot.height = lane * num_ranks + _AXES_HEIGHT
         # Reversed, so that rank 0 is on top.
-        _set_range(plot.y_range, trace.num_ranks, 0, bounds=(0, trace.num_ranks))
-        plot.ygrid[0].ticker = bk.FixedTicker(ticks=list(range(trace.num_ranks + 1)))
-        names = [f"rank {rank}" for rank in range(trace.num_ranks)]
+        _set_range(plot.y_range, num_ranks, 0, bounds=(0, num_ranks))
+        plot.ygrid[0].ticker = bk.FixedTicker(ticks=list(range(num_ranks + 1)))
+        names = [f"rank {rank}" for rank in range(num_ranks)]
         for axis, labels in (plot.yaxis[0], names), (self._peaks, map(amount, drawing.peaks)):
             axis.major_label_overrides = {rank + 0.5: label for rank, label in enumerate(labels)}
             axis.ticker = bk.FixedTicker(ticks=list(axis.major_label_overrides))
@@ -220,7 +212,6 @@ class Timeline:
         self.memory_outline.data = _packed(drawing.memory)
         # Set last, since this triggers the update of labels.
         self.boxes.data = _packed(drawing.boxes)
-        return drawing
 
     def set_end(self, end: float) -> None:
         """Set the range of the time axis, from 0, and the limit of zooming out."""
