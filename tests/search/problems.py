@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from penstock import Costs
 from penstock.schedule.placement import Placement, looped, wave
 from penstock.search.problem import Objective, SearchProblem
-from penstock.simulate.memory import StageMemory
 from tests.simulate.edges import per_edge
 
 __all__ = ["LATE_COSTS", "problem_of", "problems"]
@@ -35,7 +34,6 @@ def problem_of(
         placement=placement,
         num_microbatches=microbatches,
         costs=costs,
-        memory=StageMemory.of(costs, placement.num_stages),
         limit=limit,
         objective=objective,
     )

@@ -168,7 +168,7 @@ def test_uneven_stages_over_all_placements() -> None:
     assert_sound(found, UNEVEN)
     assert found.program.placement in (looped(4, 2), v_shape(4))
     for placement in (looped(4, 2), v_shape(4)):
-        bounds = lower_bounds(UNEVEN, ranks=4, microbatches=12, placement=placement, memory_limit=8)
+        bounds = lower_bounds(UNEVEN, placement, microbatches=12, memory_limit=8)
         alone = search(
             UNEVEN,
             ranks=4,
@@ -418,7 +418,7 @@ def test_no_front_unless_asked_for() -> None:
         ({"time_limit_s": float("nan")}, "time_limit_s=nan must be"),
         ({"time_limit_s": float("inf")}, "time_limit_s=inf must be a finite number"),
         ({"placements": []}, "placements is empty"),
-        ({"placements": [linear(3)]}, "a placement on 3 ranks, but ranks=4"),
+        ({"placements": [linear(3)]}, "on 3 ranks, but ranks=4"),
         ({"placements": [linear(4)], "virtual": 2}, "a placement of 4 stages"),
         ({"placements": [bidirectional(4)]}, "two copies"),
         ({"placements": linear(4)}, "expected a sequence of placements, such as"),

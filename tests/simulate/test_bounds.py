@@ -16,7 +16,7 @@ from penstock.schedule.placement import Placement, bidirectional, linear, looped
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family, schedules
 from penstock.schedule.text import parse_csv
-from penstock.simulate.bounds import Argument, least_memory, lower_bounds
+from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulation import simulate
 from tests.programs import computed_programs
@@ -76,15 +76,17 @@ def beats(program: Program, costs: Costs, *, in_memory: bool, jitter: float = 0.
     has_backward = any(act.op in (Op.FULL_BACKWARD, Op.WEIGHT_GRAD) for act in program.actions())
     bounds = lower_bounds(
         costs,
-        ranks=program.num_ranks,
+        program.placement,
         microbatches=program.num_microbatches,
-        placement=program.placement,
         memory_limit=max(result.peak_in_flight) if in_memory else None,
         backward=has_backward,
     )
     close = 1e-9
-    beaten = [f"makespan {b}" for b in bounds.makespans if result.makespan < b[1] - close]
-    return beaten + [f"span {b}" for b in bounds.spans if result.span < b[1] - close]
+    return [
+        f"{name} {getattr(bounds, name)}"
+        for name in ("makespan", "span")
+        if getattr(result, name) < getattr(bounds, name) - close
+    ]
 
 
 @settings(max_examples=500)
@@ -123,7 +125,7 @@ LOOPED_OPTIMA = [(4, 63), (6, 53), (8, 51)]
 
 @pytest.mark.parametrize(("limit", "makespan", "span"), OPTIMA)
 def test_proven_optima_are_not_beaten_by_their_bounds(limit: int, makespan: int, span: int) -> None:
-    bounds = lower_bounds(Costs(), ranks=4, microbatches=8, memory_limit=limit)
+    bounds = lower_bounds(Costs(), linear(4), microbatches=8, memory_limit=limit)
     assert bounds.makespan <= makespan
     assert bounds.span <= span
     # What memory does not narrow is met.
@@ -133,7 +135,7 @@ def test_proven_optima_are_not_beaten_by_their_bounds(limit: int, makespan: int,
 
 @pytest.mark.parametrize(("limit", "makespan"), LOOPED_OPTIMA)
 def test_proven_optima_over_loops_are_not_beaten(limit: int, makespan: int) -> None:
-    bounds = lower_bounds(Costs(), ranks=4, microbatches=8, virtual=2, memory_limit=limit)
+    bounds = lower_bounds(Costs(), looped(4, 2), microbatches=8, memory_limit=limit)
     assert bounds.makespan <= makespan
     if limit >= 6:
         assert bounds.makespan == makespan
@@ -146,19 +148,19 @@ def test_schedules_that_are_known_to_be_the_best_meet_their_bound(
     # Where weight gradients cost nothing, GPipe is as fast as any.
     costs = Costs(weight_grad=0)
     best = simulate(build("gpipe", ranks=ranks, microbatches=microbatches), costs)
-    bounds = lower_bounds(costs, ranks=ranks, microbatches=microbatches)
+    bounds = lower_bounds(costs, linear(ranks), microbatches=microbatches)
     assert bounds.makespan == best.makespan
     # Forwards alone can't be faster than they are.
     costs = Costs(weight_grad=weight_grad, forward=2, latency=0.25)
     best = simulate(build("forward-only", ranks=ranks, microbatches=microbatches), costs)
-    bounds = lower_bounds(costs, ranks=ranks, microbatches=microbatches, backward=False)
+    bounds = lower_bounds(costs, linear(ranks), microbatches=microbatches, backward=False)
     assert bounds.makespan == best.makespan
 
 
 def test_a_round_of_forwards_lasts_as_long_as_they_do() -> None:
     """Nine forwards take longer than an activation lives: nine places are no more than ten."""
     costs = Costs(forward=2, weight_grad=0.5, latency=0.25)
-    spans = [lower_bounds(costs, ranks=5, microbatches=10, memory_limit=n).span for n in (9, 10)]
+    spans = [lower_bounds(costs, linear(5), microbatches=10, memory_limit=n).span for n in (9, 10)]
     assert spans == [35.5, 35.5]
 
 
@@ -166,7 +168,7 @@ def test_a_round_of_forwards_lasts_as_long_as_they_do() -> None:
 def test_more_memory_never_makes_a_bound_greater(ranks: int, microbatches: int, least: int) -> None:
     costs = Costs(forward=2, weight_grad=0.5, latency=0.25)
     found = [
-        lower_bounds(costs, ranks=ranks, microbatches=microbatches, memory_limit=limit)
+        lower_bounds(costs, linear(ranks), microbatches=microbatches, memory_limit=limit)
         for limit in (least, least + 1, least + 7, None)
     ]
     for tight, loose in pairwise(found):
@@ -176,70 +178,28 @@ def test_more_memory_never_makes_a_bound_greater(ranks: int, microbatches: int, 
 
 @pytest.mark.parametrize("limit", [10**12, 1e300, math.inf])
 def test_a_limit_far_above_what_is_held_takes_no_time(limit: float) -> None:
-    plenty = lower_bounds(Costs(), ranks=4, microbatches=8, memory_limit=8)
-    found = lower_bounds(Costs(), ranks=4, microbatches=8, memory_limit=limit)
+    plenty = lower_bounds(Costs(), linear(4), microbatches=8, memory_limit=8)
+    found = lower_bounds(Costs(), linear(4), microbatches=8, memory_limit=limit)
     assert (found.makespan, found.span) == (plenty.makespan, plenty.span) == (27, 24)
 
 
-def test_each_bound_names_its_argument() -> None:
-    bounds = lower_bounds(Costs(), ranks=4, microbatches=8, memory_limit=2)
-    assert dict(bounds.makespans) == {
-        Argument.COMPUTE: 24,
-        Argument.PATH: 9,
-        Argument.WARM_UP: 27,
-        Argument.MEMORY: 37,
-    }
-    assert bounds.makespans[0][0] is bounds.spans[0][0] is Argument.MEMORY
-    one = lower_bounds(Costs(latency=10), ranks=4, microbatches=1)
-    assert one.makespans[0] == (Argument.PATH, 4 + 4 + 1 + 60)
+def test_each_argument_is_the_best_somewhere() -> None:
+    by_memory = lower_bounds(Costs(), linear(4), microbatches=8, memory_limit=2)
+    by_warm_up = lower_bounds(Costs(), linear(4), microbatches=8)
+    by_path = lower_bounds(Costs(latency=10), linear(4), microbatches=1)
+    found = [each.makespan for each in (by_memory, by_warm_up, by_path)]
+    assert found == [37, 27, 4 + 4 + 1 + 60]
 
 
 def test_two_copies_of_a_model_share_the_work() -> None:
-    bounds = lower_bounds(Costs(), ranks=4, microbatches=8, placement=bidirectional(4))
+    bounds = lower_bounds(Costs(), bidirectional(4), microbatches=8)
     # A rank in the middle waits for one forward, whichever copy comes first.
     assert (bounds.makespan, bounds.span) == (25, 24)
 
 
-def test_a_limit_that_no_program_can_meet_names_the_least() -> None:
-    with pytest.raises(ScheduleError, match=r"memory_limit=1: one microbatch alone takes 2 on"):
-        lower_bounds(Costs(), ranks=4, microbatches=8, virtual=2, memory_limit=1)
-    with pytest.raises(ScheduleError, match=r"memory_limit=nan"):
-        lower_bounds(Costs(), ranks=4, microbatches=8, memory_limit=float("nan"))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "placement", "microbatches", "least"),
-    [
-        ([3, 5], linear(2), 8, 5),
-        ([3, 5, 4, 4], looped(2, 2), 8, 9),
-        ([1, 1, 1, 1], bidirectional(2), 8, 1),
-        # One microbatch goes through one of two copies: the other holds nothing.
-        ([1, 2, 3, 4], bidirectional(2), 1, 2),
-        ([1, 2, 3, 4], bidirectional(2), 2, 4),
-    ],
-)
-def test_the_least_memory_is_that_of_one_microbatch(
-    sizes: list[float], placement: Placement, microbatches: int, least: float
-) -> None:
-    costs = Costs(activation_bytes=sizes)
-    assert least_memory(costs, placement=placement, microbatches=microbatches) == least
-    bounds = lower_bounds(
-        costs,
-        ranks=placement.num_ranks,
-        microbatches=microbatches,
-        placement=placement,
-        memory_limit=least,
-    )
-    assert bounds.makespan >= bounds.span > 0
-
-
-def test_inconsistent_arguments_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="ranks=3, but the placement is one of 2 ranks"):
-        lower_bounds(Costs(), ranks=3, microbatches=8, placement=linear(2))
-    with pytest.raises(ScheduleError, match="microbatches=0 must be a whole number from 1 on"):
-        lower_bounds(Costs(), ranks=3, microbatches=0)
+def test_costs_of_other_stages_are_refused() -> None:
     with pytest.raises(ScheduleError, match=r"Costs\(forward=.* 2 numbers, .* 3 stages"):
-        lower_bounds(Costs(forward=[1, 2]), ranks=3, microbatches=8)
+        lower_bounds(Costs(forward=[1, 2]), linear(3), microbatches=8)
 
 
 def test_blocks_of_more_than_a_pair_have_no_bound_where_they_take_a_time_of_their_own() -> None:
@@ -249,7 +209,7 @@ def test_blocks_of_more_than_a_pair_have_no_bound_where_they_take_a_time_of_thei
     short = Costs(overlap=2)
     # Which is below what no program of pairs can beat.
     assert simulate(program, short).makespan == 5
-    assert lower_bounds(short, ranks=1, microbatches=3).makespan == 6
+    assert lower_bounds(short, linear(1), microbatches=3).makespan == 6
     assert simulate(program, short).bounds is None
     pairs = simulate(parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"), short)
     assert pairs.bounds is not None and pairs.bounds.makespan <= pairs.makespan == 5

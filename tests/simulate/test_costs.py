@@ -11,6 +11,7 @@ import torch
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
+from penstock.schedule.placement import linear
 from penstock.schedule.registry import build
 from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.costs import Costs
@@ -165,7 +166,7 @@ def test_any_cost_for_another_number_of_stages_is_refused(name: str, length: int
     with pytest.raises(ScheduleError, match=message):
         simulate(build("1f1b", ranks=4, microbatches=4), costs)
     with pytest.raises(ScheduleError, match=message):
-        lower_bounds(costs, ranks=4, microbatches=4)
+        lower_bounds(costs, linear(4), microbatches=4)
 
 
 @pytest.mark.parametrize("name", ["latency", "bandwidth"])
@@ -178,9 +179,8 @@ def test_an_edge_between_two_copies_of_the_model_is_refused(name: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         lower_bounds(
             Costs(**{name: {(4, 3): 1}}),  # type: ignore[arg-type]
-            ranks=4,
+            program.placement,
             microbatches=8,
-            placement=program.placement,
         )
     beyond = r"the edge \(7, 8\) leads to stage 8, but the program's stages are 0 to 7"
     with pytest.raises(ScheduleError, match=beyond):

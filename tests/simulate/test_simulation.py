@@ -274,7 +274,7 @@ def test_edges_to_stages_that_are_not_there_are_refused(program: Program, name: 
     with pytest.raises(ScheduleError, match=rf"{name}.* edge \(1, 2\) .* stages are 0 to {last}"):
         simulate(program, costs)
     with pytest.raises(ScheduleError, match=rf"{name}.* edge \(1, 2\) .* stages are 0 to {last}"):
-        lower_bounds(costs, ranks=program.num_ranks, microbatches=1)
+        lower_bounds(costs, program.placement, microbatches=1)
 
 
 def test_costs_for_another_number_of_stages_are_refused() -> None:

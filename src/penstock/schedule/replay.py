@@ -3,10 +3,9 @@
     queue 0   F0 ─► F1 ─► ·  ·  ·  B0       0 waits for the gradient of 1: it is parked, queue 1
     queue 1      ╲► F0 ─► B0 ─╱             goes on, and the end of B0 wakes queue 0 again
 
-Each rank has a queue, and so has each channel between ranks if the caller adds it. Times depend
-only on earlier times, and the result does not depend on the order in which queues advance. So one
-replay finds deadlocks, the order of steps and their times. The checker, the passes, the simulator
-and the search all use this class.
+Each rank has a queue, and so has each channel between ranks if the caller adds it. The times do not
+depend on the order in which queues advance, so one replay finds deadlocks, the order of steps and
+their times.
 """
 
 from __future__ import annotations
@@ -32,12 +31,8 @@ def replay_of(
 ) -> DependencyReplay:
     """A replay of a program whose results arrive at once; not played yet.
 
-    Args:
-        program: the program.
-        required: by row, the offsets of the prerequisites; prerequisites between sequence chunks
-            are added here.
-        more: by id, further ids that must be complete before.
-        durations: by row; None if nothing takes time.
+    ``required`` gives the offsets of the prerequisites by row, ``more`` further ids that must be
+    complete by id, ``durations`` the times by row. Sequence chunks wait for each other, too.
     """
     extra = {number: (other,) for number, other in program.index.required_chunks().items()}
     for number, others in (more or {}).items():
@@ -78,15 +73,6 @@ class DependencyReplay:
         positions: for each queue the position of its next step.
         awaits: for each queue the id that its next step waits for, or None.
         turns: the queues in the order in which they advanced, with repetitions.
-
-    Example:
-        >>> needs = [(), ((-2, 0.5),)]
-        >>> replay = DependencyReplay(
-        ...     [[0, 1], [2, 3]], [], num_ids=4, width=2, needs=needs, fulfilled=[(0,)] * 2,
-        ...     durations=[1.0, 2.0],
-        ... )
-        >>> replay.play(), replay.ends
-        (True, [[1.0, 2.0], [3.5, 5.5]])
     """
 
     def __init__(

@@ -1,53 +1,73 @@
 """``search``: the best program for given costs, by methods from cheap to exact.
 
-    closed forms       every registered schedule on these placements and within the limit
-    list scheduling    in the orders of the closed forms, to close gaps that uneven costs leave
+    closed forms       every registered schedule on these placements
     periodic patterns  tuned on few microbatches, the best stretched to all
     local search       neighbours on the critical path of several orders, if the step is not large
     exact              CP-SAT, started from the best, if the step is small
     overlap            forwards and backwards as overlapped pairs, if the costs give the time
     memory reduction   if allowed: ranks that hold too much recompute or offload stages
 
-This module holds the order of the methods, and how they share the work.
+Each method starts from the programs found before; a worse program never replaces a better one.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 
 from penstock.errors import ScheduleError
+from penstock.schedule.action import Action, Op, Overlap, Step
+from penstock.schedule.check import problems as problems_in
+from penstock.schedule.passes import merge_backward
 from penstock.schedule.placement import Placement
+from penstock.schedule.program import Program
+from penstock.schedule.registry import build, schedules
+from penstock.schedule.rules import COMPUTE, INPUT_GRADS
+from penstock.search.exact import improve
+from penstock.search.list_schedule import PatternParams, PatternSearch, run_pattern
+from penstock.search.local_search import anneal
 from penstock.search.memory_reduction import (
     can_offload,
     least_reduced,
     reduce_memory,
     refuse_infeasible,
 )
-from penstock.search.methods import (
-    Effort,
-    closed_forms,
-    first,
-    overlap,
-    polish,
-    retime,
-    search_locally,
-    tune_patterns,
-)
-from penstock.search.problem import Objective, SearchProblem, problems_of
+from penstock.search.problem import Objective, Order, SearchProblem, problems_of
 from penstock.search.result import Progress, SearchResult
-from penstock.search.state import Budget, SearchState
+from penstock.search.state import Budget, SearchState, meets
 from penstock.simulate.costs import Costs
 
-__all__ = ["search"]
+__all__ = ["overlapped", "search"]
 
 _UNIT = Costs()
 # The share of the first search if time is traded against memory; how many others follow.
 _FIRST, _LIMITS = 0.3, 8
 # The share of the search without a limit if programs may be reduced.
 _LOOSE = 0.4
+# The largest steps for exact search, and those that it can often prove, in actions.
+_EXACT, _PROVEN = 400, 200
+# The largest steps, in actions, for local search, and for trying all schedules even if late.
+_EXCHANGED, _SMALL = 12_000, 10_000
+# The most stages per rank for closed forms: some take minutes to build for hundreds.
+_CLOSED = 128
+# A placement whose best program is worse than the best by more than this factor is dropped.
+_NEAR_BEST = 1.05
+# The number of patterns without improvement after which tuning stops.
+_STALE = 500
+# The number of patterns run with all microbatches, in a small and in a large step.
+_RUN_SMALL, _RUN = 6, 2
+# The part of the work of each round of local search; one order in so many goes on to the next.
+_ROUNDS, _GO_ON = (0.3, 0.3, 0.4), 3
+# How many orders of a method enter the first round, and how much worse than the best they may be.
+_OF_A_METHOD, _START_NEAR_BEST = 3, 1.1
+# The share of the time after which the clock of local search counts, and how far ahead of the share
+# of the work it then is.
+_RATED, _AHEAD = 0.1, 1.2
+# The number of programs per placement tried with overlapped pairs.
+_OVERLAPPED = 16
 
 
 def search(
@@ -139,75 +159,59 @@ def search(
     refuse_infeasible(problems, allowed)
     feasible = [problem for problem in problems if problem.is_feasible]
     state = SearchState(
-        problems if allowed else feasible, budget=budget, progress=progress, reduced=bool(allowed)
+        problems if allowed else feasible,
+        budget=budget,
+        seed=seed,
+        progress=progress,
+        reduces=bool(allowed),
     )
-    effort = Effort(share=1.0, seed=seed, exact=exact, size=problems[0].size)
     if allowed:
         # Searches without a limit first: a fast program may become feasible by memory reduction.
-        state.problems = [problem.limited(math.inf) for problem in problems]
-        _run_methods(state, replace(effort, share=_LOOSE))
-        state.problems = problems
-        _reduce(state, allowed, pareto=pareto)
-        effort = replace(effort, share=1 - _LOOSE)
-    state.problems = feasible
+        loose = [problem.limited(math.inf) for problem in problems]
+        _run_methods(state, loose, budget.part(_LOOSE), exact=exact)
+        _reduce(state, problems, allowed, pareto=pareto)
+        budget = budget.part(1 - _LOOSE, of=1 - _LOOSE)
     if feasible and pareto:
-        _run_methods(state, replace(effort, share=effort.share * _FIRST))
-        _trade(state, replace(effort, share=effort.share * (1 - _FIRST)))
+        _run_methods(state, feasible, budget.part(_FIRST), exact=exact)
+        _trade(state, feasible, budget.part(1 - _FIRST, of=1 - _FIRST), exact=exact)
     elif feasible:
-        _run_methods(state, effort)
+        _run_methods(state, feasible, budget, exact=exact)
     if allowed:
-        state.problems = problems
-        _reduce(state, allowed, pareto=pareto)
+        _reduce(state, problems, allowed, pareto=pareto)
     return state.result(with_pareto=pareto)
 
 
-def _run_methods(state: SearchState, effort: Effort) -> None:
-    """Run all methods in turn, until the best program is proven or time is up."""
-    effort = effort.timed(state.budget, state.done_share)
-    state.tell(state.done_share, "closed forms")
-    first(state)
-    if not state.done_share:
-        closed_forms(state)
-    if not state.is_over():
-        retime(state)
-    for method in (tune_patterns, search_locally, polish):
-        if not state.is_over():
-            method(state, effort)
-    if not state.is_over():
-        overlap(state)
-    state.done_share += effort.share
-
-
-def _reduce(state: SearchState, allowed: Sequence[str], *, pareto: bool) -> None:
+def _reduce(
+    state: SearchState, given: list[SearchProblem], allowed: Sequence[str], *, pareto: bool
+) -> None:
     """Reduce the memory of programs to the limit, and for a Pareto front also to lower limits."""
-    given = state.problems
-    starts = [found for found in state.found if not found.is_reduced]
-    state.tell(state.done_share, "memory reduction")
-    reduce_memory(state, starts, allowed)
+    state.problems = given
+    state.report("memory reduction")
+    reduce_memory(state, allowed)
     if pareto:
         least = min(least_reduced(given, way) for way in allowed)
-        # The reduced methods found no program, but a search under the limit may find one.
+        # If no reduced program fits, a search under the limit may still find one.
         most = max((found.peak for found in state.front()), default=0.0)
         for limit in _lower_limits(given, least, most):
-            state.tell(state.done_share, "memory reduction")
+            state.report("memory reduction")
             state.problems = [problem.limited(limit) for problem in given]
-            reduce_memory(state, starts, allowed)
+            reduce_memory(state, allowed)
         state.problems = given
 
 
-def _trade(state: SearchState, effort: Effort) -> None:
+def _trade(state: SearchState, given: list[SearchProblem], budget: Budget, *, exact: bool) -> None:
     """Search again under lower limits, from the smallest feasible one up."""
-    given = state.problems
     least = min(problem.least_memory for problem in given)
     # If time ran out, the reduced programs may be the only ones.
-    most = next((found.peak for found in state.plain()), 0.0)
+    most = next((found.peak for found in state.ranked()), 0.0)
     limits = _lower_limits(given, least, most)
-    for limit in limits:
+    for number, limit in enumerate(limits):
         lower = [problem.limited(limit) for problem in given]
-        state.problems = [problem for problem in lower if problem.is_feasible]
-        if state.problems and not state.is_late():
-            _run_methods(state, replace(effort, share=effort.share / len(limits)))
-    state.problems = given
+        lower = [problem for problem in lower if problem.is_feasible]
+        if lower and not state.is_late():
+            part = budget.part(1 / len(limits), of=1 - number / len(limits))
+            _run_methods(state, lower, part, exact=exact)
+        state.problems = given
 
 
 def _lower_limits(given: Sequence[SearchProblem], least: float, most: float) -> list[float]:
@@ -220,3 +224,246 @@ def _lower_limits(given: Sequence[SearchProblem], least: float, most: float) -> 
     if all(size.is_integer() for problem in given for size in problem.memory.activation):
         limits = {float(math.floor(limit)) for limit in limits}
     return [limit for limit in sorted(limits) if least <= limit < most]
+
+
+def _run_methods(
+    state: SearchState, problems: list[SearchProblem], budget: Budget, *, exact: bool
+) -> None:
+    """Run all methods in turn, until the best program is proven or time is up."""
+    state.problems = problems
+    state.report("closed forms")
+    for problem in problems:
+        # One program per placement; after the first, only as time allows.
+        if state.is_late(times=2):
+            break
+        state.note_order(problem, run_pattern(problem, PatternParams()).order, "periodic patterns")
+    if not state.done_s:
+        _closed_forms(state)
+    size = problems[0].size
+    # The parts of the work.
+    parts = (0.35, 0.65, 0.0) if size <= _EXCHANGED else (1.0, 0.0, 0.0)
+    if exact and size <= _EXACT:
+        parts = (0.1, 0.05, 0.85) if size <= _PROVEN else (0.2, 0.5, 0.3)
+    left, methods = 1.0, (_tune_patterns, _search_locally, _search_exactly)
+    for method, share in zip(methods, parts, strict=True):
+        if share and not state.is_over():
+            method(state, budget.part(share, of=left))
+        left -= share
+        state.done_s += budget.work_s * share
+    if not state.is_over():
+        _overlap(state)
+
+
+def _closed_forms(state: SearchState) -> None:
+    """Add every registered schedule that solves one of the problems."""
+    some = state.problems[0]
+    placements = [problem.placement for problem in state.problems]
+    virtuals = sorted({placement.num_stages // placement.num_ranks for placement in placements})
+    # Schedules that run a search of their own for given costs come last.
+    families = sorted(schedules(), key=lambda family: "forward" in family.options)
+    for family, virtual in product(families, virtuals):
+        # In a small step all schedules are tried, so that no result is worse than any of them.
+        if some.size > _SMALL and state.is_late(times=2):
+            return
+        if family.num_directions > 1 or virtual > _CLOSED:
+            continue
+        try:
+            program = build(
+                family.name,
+                ranks=some.placement.num_ranks,
+                microbatches=some.num_microbatches,
+                virtual=virtual,
+            )
+        except ScheduleError:
+            continue
+        ops = {act.op for act in program.actions()}
+        same = program.num_microbatches == some.num_microbatches
+        if same and ops <= COMPUTE and ops & INPUT_GRADS and program.placement in placements:
+            problem = state.problems[placements.index(program.placement)]
+            state.note(problem, program, f"closed form: {family.name}")
+
+
+def _tune_patterns(state: SearchState, budget: Budget) -> None:
+    """Tune patterns on few microbatches, and run the best with all.
+
+    Half of the work is spread over all placements, the other half goes to those near the best.
+    """
+    searches = [PatternSearch(problem, seed=state.seed) for problem in state.problems]
+    is_large = state.problems[0].size > _EXCHANGED
+    for half in (0.0, 0.5):
+        least = min((each.best[0][0] for each in searches if each.best), default=math.inf)
+        chosen = [s for s in searches if not s.best or s.best[0][0] <= _NEAR_BEST * least]
+        for number, tuned in enumerate(chosen):
+            share = 0.5 / len(chosen)
+            before = half + number * share
+            state.report("periodic patterns", budget.work_s * before)
+            part, bound = budget.part(share, of=1 - before), state.bound(tuned.whole)
+            until = tuned.placed + part.actions - is_large * _RUN * tuned.whole.size
+            while tuned.placed < until and tuned.stale < _STALE:
+                if state.is_late(part, times=2):
+                    break
+                tuned.step()
+                if meets(tuned.best[0][0], bound):
+                    break
+    for tuned in searches:
+        for _, params in tuned.best[: _RUN if is_large else _RUN_SMALL]:
+            if state.is_late(times=2):
+                return
+            order = run_pattern(tuned.whole, params).order
+            state.note_order(tuned.whole, order, "periodic patterns")
+
+
+def _search_locally(state: SearchState, budget: Budget) -> None:
+    """Improve the best orders of all placements in rounds; promising ones get more work.
+
+    The best initial order does not always lead to the best result.
+    """
+    entrants, before = _entrants(state), 0.0
+    for number, share in enumerate(_ROUNDS):
+        ended: list[tuple[float, SearchProblem, Order]] = []
+        for problem, order in entrants:
+            if state.is_over():
+                return
+            state.report("local search", budget.work_s * before)
+            each = share / len(entrants)
+            part = budget.part(each, of=max(each, 1 - before))
+            before += each
+            value, better = anneal(
+                problem,
+                order,
+                seed=state.seed + number,
+                work=part.actions,
+                share_used=_share_used(state, part),
+            )
+            ended.append((value, problem, better))
+        if ended:
+            ended.sort(key=lambda entrant: entrant[0])
+            state.note_order(*ended[0][1:], "local search")
+        entrants = [each[1:] for each in ended[: -(-len(ended) // _GO_ON)]]
+
+
+def _share_used(state: SearchState, part: Budget) -> Callable[[float], float]:
+    """A clock for ``anneal``: the share of a part's time that is used, if the machine is too slow
+    for the work, else 0."""
+    limit_s = max(part.left_s, 1e-9)
+
+    def share_used(done: float) -> float:
+        if state.is_late(times=2):
+            return 1.0
+        used = 1 - part.left_s / limit_s
+        if used < max(_RATED, _AHEAD * done):
+            return 0.0
+        state.cut_short = True
+        return used
+
+    return share_used
+
+
+def _entrants(state: SearchState) -> list[tuple[SearchProblem, Order]]:
+    """The best feasible orders by method, on placements that may hold a better one.
+
+    Orders found by one method are similar. A registered schedule may start out worse, yet lead to a
+    better result.
+    """
+    entrants: dict[Order, SearchProblem] = {}
+    entered: Counter[str] = Counter()
+    plain = state.ranked()
+    rivals = {
+        problem.placement: problem for problem in state.problems if state.may_improve(problem)
+    }
+    for found in plain:
+        problem, method = rivals.get(found.program.placement), found.method.partition(":")[0]
+        if found.value > plain[0].value * _START_NEAR_BEST:
+            break
+        if problem is not None and entered[method] < _OF_A_METHOD:
+            order = problem.order(found.program)
+            if order not in entrants:
+                entered[method] += 1
+                entrants[order] = problem
+    return [(problem, order) for order, problem in entrants.items()]
+
+
+def _search_exactly(state: SearchState, budget: Budget) -> None:
+    """Run exact search from the best order of each placement that may hold a better one."""
+    best = state.best()
+    assert best is not None
+    rivals = [
+        problem
+        for problem in state.problems
+        if state.may_improve(problem)
+        and (plain := state.ranked(problem.placement))
+        and plain[0].value <= _NEAR_BEST * best.value
+    ]
+    for number, problem in enumerate(rivals):
+        if state.is_over():
+            return
+        before = number / len(rivals)
+        state.report("exact", budget.work_s * before)
+        part = budget.part(1 / len(rivals), of=1 - before)
+        start = problem.replay(problem.order(state.ranked(problem.placement)[0].program))
+        assert start is not None, "a program that ends with full backwards ends with split ones"
+        answer = improve(
+            problem,
+            start,
+            effort_s=part.solver_s,
+            clock_s=max(0.1, part.left_s - state.closing_s),
+            seed=state.seed,
+            at_least=state.bound(problem),
+        )
+        state.cut_short |= answer.cut_short
+        state.raise_bound(problem, answer.bound)
+        if answer.order is not None:
+            state.note_order(problem, answer.order, "exact")
+
+
+def _overlap(state: SearchState) -> None:
+    """Add the best programs of each placement with overlapped pairs, if costs give their time."""
+    for problem in state.problems:
+        for each in state.ranked(problem.placement, feasible=False)[:_OVERLAPPED]:
+            pairs = overlapped(problem, each.program)
+            if pairs is None:
+                continue
+            if state.is_late(times=3):
+                return
+            # Pairs may deadlock.
+            if not problems_in(pairs):
+                state.note(problem, pairs, f"overlap, after {each.method}")
+
+
+def overlapped(problem: SearchProblem, program: Program) -> Program | None:
+    """Pair each backward with the forward right after it, if that shortens the program.
+
+        rank 0  F0 F1 B0 F2 B1 F3 B2 B3       F0 F1 (F2;B0) (F3;B1) B2 B3
+        rank 1  F0 B0 F1 B1 F2 B2 F3 B3       F0 (F1;B0) (F2;B1) (F3;B2) B3
+
+    A pair holds the activations of both, and yields both results only at its end. Simulation
+    decides if the pairing pays.
+
+    Returns:
+        The program; None if no pair shortens it.
+    """
+    size = problem.placement.num_stages
+    if problem.costs.overlap is None:
+        return None
+    lengths = problem.costs.per_stage("overlap", num_stages=size)
+    durations = {op: problem.costs.of(op, num_stages=size) for op in (Op.FORWARD, *INPUT_GRADS)}
+
+    def gains(backward: Step, forward: Step) -> bool:
+        if not (isinstance(backward, Action) and isinstance(forward, Action)):
+            return False
+        if backward.op not in INPUT_GRADS or forward.op is not Op.FORWARD:
+            return False
+        apart = durations[forward.op][forward.stage] + durations[backward.op][backward.stage]
+        return lengths[forward.stage] < apart
+
+    ranks = []
+    for steps in merge_backward(program).ranks:
+        paired: list[Step] = []
+        for step in steps:
+            if paired and gains(paired[-1], step):
+                paired[-1] = Overlap(parts=(*step.parts, *paired[-1].parts))
+            else:
+                paired.append(step)
+        ranks.append(tuple(paired))
+    pairs = program.with_ranks(tuple(ranks))
+    return pairs if len(pairs.overlapped_pairs) > len(program.overlapped_pairs) else None

@@ -9,8 +9,8 @@ A rank's span counts from its own first start, so it may gain by starting late:
     rank 1  .. F0 F1 ..     rank 1  .. .. F1 F0 ..
 
 If kinds run microbatches in index order and ranks start as early as possible, such programs are
-lost. A bound on the span therefore takes a separate search with free start times. Sorting the times
-of any program kind by kind gives a program of that search, so its bound holds for all programs.
+lost. For the span, ranks therefore choose their start. Sorting the times of any program kind by
+kind gives a solution of that model, so its bound holds for all programs.
 
 CP-SAT runs interleaved workers with a fixed seed and a limit of deterministic time, so results are
 the same on every machine; wall-clock time is a second limit. Only this module uses OR-Tools, and
@@ -20,10 +20,11 @@ imports it lazily.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 from penstock.search.problem import Order, SearchProblem, TimedOrder
@@ -41,15 +42,13 @@ class ExactAnswer:
     Args:
         order: an order no worse than the start; None if CP-SAT found none in time.
         bound: a lower bound on the objective; 0 if the search excluded some programs.
-        proven: True if the order is optimal among the searched programs.
-        used_s: the deterministic time used.
+        proven: True if CP-SAT ended with a proof.
         cut_short: True if the wall-clock limit ended the search.
     """
 
     order: Order | None
     bound: float
     proven: bool
-    used_s: float
     cut_short: bool
 
 
@@ -61,7 +60,6 @@ def improve(
     clock_s: float,
     seed: int,
     at_least: float = 0.0,
-    late_starts: bool = False,
 ) -> ExactAnswer:
     """Search for the best order.
 
@@ -72,174 +70,138 @@ def improve(
         clock_s: the limit in wall-clock seconds.
         seed: the random seed.
         at_least: a known lower bound.
-        late_starts: if True, ranks may delay their start, as a bound on the span requires.
 
     Raises:
         ImportError: OR-Tools is not installed.
     """
-    found = _Model(problem, start, at_least, late_starts).solve(effort_s, clock_s, seed)
+    from ortools.sat.python import cp_model
+
+    model = _Model(cp_model.CpModel(), problem, start, at_least)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = _WORKERS
+    solver.parameters.interleave_search = True
+    solver.parameters.random_seed = seed
+    solver.parameters.max_deterministic_time = effort_s
+    solver.parameters.max_time_in_seconds = clock_s
+    status = solver.solve(model.cp)
+    proven, used_s = status == cp_model.OPTIMAL, solver.response_proto.deterministic_time
+    # An overlapped pair may be shorter than its actions in turn.
+    bounds_all = problem.splits and problem.costs.overlap is None
+    found = ExactAnswer(
+        order=model.order(solver) if proven or status == cp_model.FEASIBLE else None,
+        bound=solver.best_objective_bound * model.unit if bounds_all else 0.0,
+        proven=proven,
+        cut_short=not proven and used_s < effort_s and solver.wall_time >= 0.95 * clock_s,
+    )
     if found.order is None:
         return found
-    # After rounding, actions that take no time look as if they held no memory meanwhile.
+    # After rounding, actions that take no time look as if they held no memory meanwhile. An order
+    # may take longer if ranks start as early as possible.
     peaks = problem.peaks(problem.program(found.order, name="exact"))
-    return found if max(peaks) <= problem.most else replace(found, order=None)
+    played = problem.replay(found.order)
+    better = max(peaks) <= problem.most and played and played.value <= start.value
+    return found if better else replace(found, order=None)
 
 
 class _Model:
-    """The CP-SAT model of one search."""
+    """The CP-SAT model of one search: by kind, the start of each microbatch."""
 
     def __init__(
-        self, problem: SearchProblem, start: TimedOrder, at_least: float, late_starts: bool
+        self, model: Any, problem: SearchProblem, start: TimedOrder, at_least: float
     ) -> None:
-        from ortools.sat.python import cp_model
-
-        self.cp: Any = cp_model
-        self.problem, self.start, self.late_starts = problem, start, late_starts
-        self.stages = problem.placement.num_stages
-        # An overlapped pair may be shorter than its actions in turn.
-        bounds_all = late_starts or problem.objective == "makespan"
-        self.bounds_all = bounds_all and problem.splits and problem.costs.overlap is None
-        self.model = self.cp.CpModel()
+        self.cp, self.problem, self.kinds = model, problem, start.order
         delays = [delay for needs in problem.needs for _, delay in needs]
-        numbers = [*problem.durations, *delays, *problem.origins]
+        numbers = [*problem.durations, *delays]
         self.unit = _unit(numbers, start.value)
-        # Rounding down both ends of an interval can lose one unit.
-        multiples = all(abs(n / self.unit - round(n / self.unit)) <= 1e-6 for n in numbers)
-        self.lost = int(late_starts and not multiples)
         self.lengths = [self.ticks(length) for length in problem.durations]
-        ends = [0.0] * problem.placement.num_ranks
-        for rank, times in zip(problem.ranks, start.ends, strict=True):
-            ends[rank] = max(ends[rank], *times)
-        # A rank's first action depends on an action of a rank that started earlier.
-        latest = len(ends) * (start.value + max(delays, default=0.0)) if late_starts else max(ends)
+        is_span, latest = problem.objective == "span", start.value
+        if is_span:
+            # A rank's first action depends on an action of a rank that started earlier.
+            latest = problem.placement.num_ranks * (latest + max(delays, default=0.0))
         self.horizon = self.ticks(latest) + 1
-        # By kind, the start of each microbatch.
-        self.starts: list[list[Any]] = [self.starts_of(kind) for kind in range(problem.num_kinds)]
+        self.starts: list[list[Any]] = []
+        for kind, ends in enumerate(start.ends):
+            times = [model.new_int_var(0, self.horizon, f"{kind}.{n}") for n in range(len(ends))]
+            self.starts.append(times)
+            for variable, end in zip(times, ends, strict=True):
+                model.add_hint(variable, self.ticks(end - problem.durations[kind]))
         self.precede()
         self.keep_limits()
-        most = start.value if late_starts else problem.value(ends)
-        self.objective = self.model.new_int_var(
-            max(0, self.ticks(at_least)), max(1, math.ceil(most / self.unit)), "goal"
-        )
-        self.count_from_origins()
-        self.model.minimize(self.objective)
+        most = max(1, math.ceil(start.value / self.unit))
+        objective = model.new_int_var(max(0, self.ticks(at_least)), most, "goal")
+        # Rounding down both ends of an interval can lose one unit.
+        multiples = all(abs(n / self.unit - round(n / self.unit)) <= 1e-6 for n in numbers)
+        lost = int(is_span and not multiples)
+        for kind, times in enumerate(self.starts):
+            # The first forward of a rank's first stage precedes all its other actions.
+            first = min(problem.placement.stages_of(problem.ranks[kind]))
+            origin = self.starts[first][0] if is_span else 0
+            model.add(objective >= times[-1] + self.lengths[kind] - origin - lost)
+        if is_span:
+            model.add(self.starts[0][0] == 0)
+        model.minimize(objective)
 
     def ticks(self, time: float) -> int:
         """A time in units, rounded down except for floating-point error."""
         return int(time / self.unit + 1e-6)
 
-    def actions_of(self, kinds: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    def actions_of(self, kinds: Sequence[int]) -> list[tuple[int, Any]]:
         """The kind and the start of each action of a rank."""
-        for act in self.problem.ids(kinds):
-            kind, microbatch = divmod(act, self.problem.num_microbatches)
-            yield kind, self.starts[kind][microbatch]
-
-    def starts_of(self, kind: int) -> list[Any]:
-        """The variables of a kind's starts, with those of the warm start as hints."""
-        found = []
-        for microbatch, end in enumerate(self.start.ends[kind]):
-            variable = self.model.new_int_var(0, self.horizon, f"{kind}.{microbatch}")
-            self.model.add_hint(variable, self.ticks(end - self.problem.durations[kind]))
-            found.append(variable)
-        return found
-
-    def count_from_origins(self) -> None:
-        """Bound the objective from below by every rank's last end, counted from its origin."""
-        problem = self.problem
-        for kind, starts in enumerate(self.starts):
-            rank = problem.ranks[kind]
-            origin: Any = math.ceil(problem.origins[rank] / self.unit - 1e-9)
-            if self.late_starts:
-                # The first forward of a rank's first stage precedes all its other actions.
-                origin = self.starts[min(problem.placement.stages_of(rank))][0]
-            self.model.add(self.objective >= starts[-1] + self.lengths[kind] - origin - self.lost)
-        if self.late_starts:
-            self.model.add(self.starts[0][0] == 0)
+        acts = [divmod(act, self.problem.num_microbatches) for act in self.problem.ids(kinds)]
+        return [(kind, self.starts[kind][microbatch]) for kind, microbatch in acts]
 
     def precede(self) -> None:
         """Add the readiness rules, the index order of microbatches, and one action at a time."""
-        for kind, starts in enumerate(self.starts):
-            for microbatch, start in enumerate(starts):
-                for before, delay in self.problem.needs[kind]:
-                    end = self.starts[before][microbatch] + self.lengths[before]
-                    self.model.add(start >= end + self.ticks(delay))
-                if microbatch:
-                    self.model.add(start >= starts[microbatch - 1] + self.lengths[kind])
-        for kinds in self.start.order:
-            timed = [(start, self.lengths[kind]) for kind, start in self.actions_of(kinds)]
-            self.model.add_no_overlap(
-                self.model.new_interval_var(start, length, start + length, f"i{number}")
-                for number, (start, length) in enumerate(timed)
+        for kind, times in enumerate(self.starts):
+            for before, delay in self.problem.needs[kind]:
+                length = self.lengths[before] + self.ticks(delay)
+                for start, needed in zip(times, self.starts[before], strict=True):
+                    self.cp.add(start >= needed + length)
+            for one, two in pairwise(times):
+                self.cp.add(two >= one + self.lengths[kind])
+        for kinds in self.kinds:
+            self.cp.add_no_overlap(
+                self.cp.new_interval_var(start, length, start + length, f"i{number}")
+                for number, (kind, start) in enumerate(self.actions_of(kinds))
+                for length in [self.lengths[kind]]
             )
 
     def keep_limits(self) -> None:
-        """Add the memory limits: a stage holds an activation from F to W."""
-        problem, changes = self.problem, self.problem.changes
-        for rank in range(problem.placement.num_ranks):
-            stages = problem.placement.stages_of(rank)
-            if problem.limit >= problem.num_microbatches * sum(changes[s] for s in stages):
-                continue
-            last = 2 * self.stages + stages[0]
-            if len(stages) == 1 and changes[stages[0]] == -changes[last]:
-                # A forward starts after the weight gradient that frees its place.
-                number = int(problem.limit / changes[stages[0]] + 1e-9)
-                for microbatch in range(number, problem.num_microbatches):
-                    end = self.starts[last][microbatch - number] + self.lengths[last]
-                    self.model.add(self.starts[stages[0]][microbatch] >= end)
-            else:
-                self.keep_sum(stages)
-
-    def keep_sum(self, stages: Sequence[int]) -> None:
-        """Limit the sum of what all stages of a rank hold, before the end of I and after it."""
+        """Limit the sum of what the stages of each rank hold: from F to W, or, if that changes, up
+        to the end of I and from there on."""
         problem, changes, limit = self.problem, self.problem.changes, self.problem.limit
-        # The first kind, the last kind, and the size that is held from one to the other.
-        parts: list[tuple[int, int, float]] = []
-        for stage in stages:
-            by_input, by_weight = stage + self.stages, stage + 2 * self.stages
-            before, after = changes[stage], -changes[by_weight]
-            if before == after:
-                parts.append((stage, by_weight, before))
-            else:
-                parts += (stage, by_input, before), (by_input, by_weight, after)
-        unit = _unit([size for *_, size in parts], limit)
-        held: list[Any] = []
-        demands: list[int] = []
-        for first, last, size in parts:
-            for microbatch in range(problem.num_microbatches):
-                start = self.starts[first][microbatch]
-                if first >= self.stages:
-                    start += self.lengths[first]
-                end = self.starts[last][microbatch] + self.lengths[last]
-                name = f"h{first}.{microbatch}"
-                length = self.model.new_int_var(0, self.horizon, name)
-                self.model.add(length == end - start)
-                held.append(self.model.new_interval_var(start, length, end, name))
-                demands.append(int(size / unit + 1e-6))
-        self.model.add_cumulative(held, demands, int(limit / unit + 1e-6))
-
-    def solve(self, effort_s: float, clock_s: float, seed: int) -> ExactAnswer:
-        """Run CP-SAT within both limits."""
-        solver = self.cp.CpSolver()
-        solver.parameters.num_workers = _WORKERS
-        solver.parameters.interleave_search = True
-        solver.parameters.random_seed = seed
-        solver.parameters.max_deterministic_time = effort_s
-        solver.parameters.max_time_in_seconds = clock_s
-        status = solver.solve(self.model)
-        used = solver.response_proto.deterministic_time
-        proven = status == self.cp.OPTIMAL
-        return ExactAnswer(
-            order=self.order(solver) if status in (self.cp.OPTIMAL, self.cp.FEASIBLE) else None,
-            bound=solver.best_objective_bound * self.unit if self.bounds_all else 0.0,
-            proven=proven,
-            used_s=used,
-            cut_short=not proven and used < effort_s and solver.wall_time >= 0.95 * clock_s,
-        )
+        stages = problem.placement.num_stages
+        for rank in range(problem.placement.num_ranks):
+            # The first kind, the last kind, and the size that is held from one to the other.
+            parts: list[tuple[int, int, float]] = []
+            for stage in problem.placement.stages_of(rank):
+                by_input, by_weight = stage + stages, stage + 2 * stages
+                before, after = changes[stage], -changes[by_weight]
+                if before == after:
+                    parts.append((stage, by_weight, before))
+                else:
+                    parts += (stage, by_input, before), (by_input, by_weight, after)
+            if limit >= problem.num_microbatches * sum(size for *_, size in parts):
+                continue
+            unit = _unit([size for *_, size in parts], limit)
+            held: list[Any] = []
+            demands: list[int] = []
+            for first, last, size in parts:
+                skipped = self.lengths[first] if first >= stages else 0
+                for n, (one, two) in enumerate(
+                    zip(self.starts[first], self.starts[last], strict=True)
+                ):
+                    begin, end = one + skipped, two + self.lengths[last]
+                    length = self.cp.new_int_var(0, self.horizon, f"h{first}.{n}")
+                    self.cp.add(length == end - begin)
+                    held.append(self.cp.new_interval_var(begin, length, end, f"h{first}.{n}"))
+                    demands.append(int(size / unit + 1e-6))
+            self.cp.add_cumulative(held, demands, int(limit / unit + 1e-6))
 
     def order(self, solver: Any) -> Order:
         """Sort each rank's kinds by start; zero-length actions that tie keep their order."""
         ranks = []
-        for kinds in self.start.order:
+        for kinds in self.kinds:
             timed = []
             for place, (kind, start) in enumerate(self.actions_of(kinds)):
                 begins = solver.value(start)

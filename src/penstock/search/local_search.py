@@ -4,12 +4,10 @@
     rank 1  .. F0 F1  I0     I1 ...       right after the other: only another order of such
                                           neighbours can make it shorter
 
-    rank 0   .. u v ..        end(a)    the end of action a, from the start of the step
-    rank 1   ..  a  ..        tail(a)   from the start of a to the end of the step
-
-If neighbours u and v are critical, the longest path through both after their exchange follows from
-the ends before them and the tails behind them. No other path gets longer, so the result of an
-exchange is known in advance.
+``end(a)`` is the end of action a from the start of the step, ``tail(a)`` the time from the start of
+a to the end of the step. After an exchange of critical neighbours, the longest path through both
+follows from the ends before them and the tails behind them. No other path gets longer, so the
+result of an exchange is known in advance.
 
 Sources: Taillard, Parallel taboo search techniques for the job shop scheduling problem, 1994 (heads
 and tails); van Laarhoven, Aarts and Lenstra, Job shop scheduling by simulated annealing, 1992.
@@ -18,30 +16,21 @@ and tails); van Laarhoven, Aarts and Lenstra, Job shop scheduling by simulated a
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from random import Random
-from typing import NamedTuple, TypeVar
 
-from penstock.search.problem import Edges, Order, SearchProblem
-from penstock.search.state import SearchState
+from penstock.search.problem import Order, SearchProblem
 
-__all__ = ["ExchangedOrder", "anneal", "exchange_in_rounds"]
+__all__ = ["ExchangedOrder", "anneal"]
 
 _NEAR = 1e-9
 # The increase per exchange that is accepted at first, in mean actions.
 _HEAT = 0.3
 # The work of an exchange per action of the step, and of a rejected exchange, in placed actions.
 _TAKEN, _REFUSED = 0.15, 3
-# The part of the work of each round; one order in so many goes on to the next.
-_ROUNDS, _GO_ON = (0.3, 0.3, 0.4), 3
-# How many orders of a method enter the first round, and how much worse than the best they may be.
-_OF_A_METHOD, _NEAR_BEST = 3, 1.1
-# The exchanges between two looks at the clock; the share of the work after which its rate counts.
-_LOOK, _RATED = 64, 0.1
-
-_T = TypeVar("_T")
+# The exchanges between two looks at the clock.
+_LOOK = 64
 
 
 class ExchangedOrder:
@@ -57,9 +46,19 @@ class ExchangedOrder:
 
     def __init__(self, problem: SearchProblem, order: Order) -> None:
         self._problem, self._width = problem, problem.num_microbatches
-        self._durations, self._changes = self._each(problem.durations), self._each(problem.changes)
-        self._rank_of = self._each(problem.ranks)
-        self._needs, self._users = map(self._per_action, (problem.needs, problem.users))
+        self._rank_of = [rank for rank in problem.ranks for _ in range(self._width)]
+        self._durations, self._changes = (
+            [value for value in values for _ in range(self._width)]
+            for values in (problem.durations, problem.changes)
+        )
+        self._needs, self._users = (
+            [
+                tuple((kind * self._width + microbatch, delay) for kind, delay in of_kind)
+                for of_kind in edges
+                for microbatch in range(self._width)
+            ]
+            for edges in (problem.needs, problem.users)
+        )
         self._order = [problem.ids(kinds) for kinds in order]
         self._place = [0] * problem.size
         for acts in self._order:
@@ -74,7 +73,7 @@ class ExchangedOrder:
         self._ends, self._tails = played.done, [0.0] * problem.size
         # All actions sorted by end, each after its prerequisites, and the position of each.
         runs = (self._order[rank][first:stop] for rank, first, stop in played.runs())
-        self._sequence = sorted((act for run in runs for act in run), key=self._ends.__getitem__)
+        self._sequence = sorted(chain.from_iterable(runs), key=self._ends.__getitem__)
         self._index = [0] * problem.size
         self._count_back(problem.size)
 
@@ -160,17 +159,6 @@ class ExchangedOrder:
         ahead = [act for act in part if act in needed]
         return [*ahead, first, *(act for act in part[1:] if act not in needed)]
 
-    def _each(self, values: Sequence[_T]) -> list[_T]:
-        return [value for value in values for _ in range(self._width)]
-
-    def _per_action(self, edges: Edges) -> list[tuple[tuple[int, float], ...]]:
-        """Expand edges between kinds to edges between the actions of each microbatch."""
-        return [
-            tuple((kind * self._width + microbatch, delay) for kind, delay in of_kind)
-            for of_kind in edges
-            for microbatch in range(self._width)
-        ]
-
     def _count(self, since: int) -> None:
         """Update the ends from a position on, and the objective."""
         needs, durations, place_of = self._needs, self._durations, self._place
@@ -217,7 +205,7 @@ def anneal(
     *,
     seed: int,
     work: float,
-    limit_work: Callable[[float, float], float] = lambda worked, work: work,
+    share_used: Callable[[float], float] = lambda done: 0.0,
 ) -> tuple[float, Order]:
     """Search by simulated annealing, one exchange at a time.
 
@@ -226,25 +214,29 @@ def anneal(
         start: the initial order, within the memory limit.
         seed: the random seed.
         work: the total work, in placed actions; towards its end only better orders are accepted.
-        limit_work: takes the work done and the total now and then, and returns a new total.
+        share_used: takes the share of the work done, and returns the share of the time used if
+            that limits the search, else 0. To finish the cooling schedule gains more than a longer
+            run at high temperature.
 
     Returns:
         The best objective, and its order.
     """
     random, now = Random(seed), ExchangedOrder(problem, start)
     best = now.value, start
-    pairs, worked, tried = now.neighbours(random), 0.0, 0
-    while pairs and worked < work:
+    heat = _HEAT * sum(problem.durations) / problem.num_kinds
+    pairs, worked, used, tried = now.neighbours(random), 0.0, 0.0, 0
+    while pairs and (done := max(worked / work, used)) < 1:
         tried += 1
-        work = limit_work(worked, work) if tried % _LOOK == 0 else work
+        if tried % _LOOK == 0:
+            used = share_used(done)
         first, second = random.choice(pairs)
         worked += _REFUSED
         if not now.fits(first, second):
             continue
         more = now.estimate(first, second) - now.value
-        heat = _HEAT * sum(problem.durations) / problem.num_kinds * (1 - worked / work)
         is_longer = more > _NEAR * now.value
-        if is_longer and (heat <= 0 or random.random() >= math.exp(-more / heat)):
+        now_heat = heat * (1 - done)
+        if is_longer and (not now_heat or random.random() >= math.exp(-more / now_heat)):
             continue
         worked += _TAKEN * problem.size
         if now.exchange(first, second):
@@ -252,78 +244,3 @@ def anneal(
             if now.value < best[0] * (1 - _NEAR):
                 best = now.value, now.order
     return best
-
-
-class _Entrant(NamedTuple):
-    value: float
-    problem: SearchProblem
-    order: Order
-
-
-def exchange_in_rounds(
-    state: SearchState, *, share: float, keep_s: float, done_share: float, seed: int
-) -> None:
-    """Improve the best orders of all placements in rounds; promising ones get more work.
-
-    ``share`` of the total work is used after ``done_share``, and ``keep_s`` seconds are left for
-    later methods. The best initial order does not always lead to the best result.
-    """
-    entrants, left = _entrants(state), sum(_ROUNDS)
-    for number, part in enumerate(_ROUNDS):
-        if not entrants or state.is_over():
-            return
-        state.tell(done_share + share * (1 - left), "local search")
-        work = state.budget.actions * share * part / len(entrants)
-        time_s = max(0.0, state.budget.left_s - keep_s) * part / left / len(entrants)
-        ended = [_improved(state, each, work, time_s, seed + number) for each in entrants]
-        ended.sort(key=lambda entrant: entrant.value)
-        state.note_order(ended[0].problem, ended[0].order, "local search")
-        entrants = ended[: -(-len(ended) // _GO_ON)]
-        left -= part
-
-
-def _entrants(state: SearchState) -> list[_Entrant]:
-    """The best feasible orders by method, on placements that may hold a better one.
-
-    Orders found by one method are similar. A registered schedule may start out worse, yet lead to a
-    better result.
-    """
-    entrants: dict[Order, _Entrant] = {}
-    entered: Counter[str] = Counter()
-    plain = state.plain()
-    rivals = {
-        problem.placement: problem for problem in state.problems if state.may_improve(problem)
-    }
-    for found in plain:
-        problem, method = rivals.get(found.program.placement), found.method.partition(":")[0]
-        if found.value > plain[0].value * _NEAR_BEST:
-            break
-        if problem is not None and entered[method] < _OF_A_METHOD:
-            order = problem.order(found.program)
-            if order not in entrants:
-                entered[method] += 1
-                entrants[order] = _Entrant(found.value, problem, order)
-    return list(entrants.values())
-
-
-def _improved(
-    state: SearchState, entrant: _Entrant, work: float, time_s: float, seed: int
-) -> _Entrant:
-    """Improve an order by exchanges, with less work if the machine is too slow for all."""
-    began_s = state.budget.left_s
-
-    def limit_work(worked: float, work: float) -> float:
-        if worked < _RATED * work:
-            return work
-        if state.is_late(times=2):
-            return worked
-        needed_s = (began_s - state.budget.left_s) * work / worked
-        if needed_s <= 1.2 * time_s:
-            return work
-        # Finishing the cooling schedule gains more than a longer run at high temperature.
-        state.budget.cut_short = True
-        return max(worked, work * time_s / needed_s)
-
-    problem = entrant.problem
-    value, order = anneal(problem, entrant.order, seed=seed, work=work, limit_work=limit_work)
-    return _Entrant(value, problem, order)

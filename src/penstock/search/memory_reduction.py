@@ -9,14 +9,16 @@ programs come from a search without a limit or under a larger one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from penstock.errors import ScheduleError
 from penstock.schedule.passes import offload, recompute
 from penstock.schedule.program import Program
-from penstock.search.priority_schedule import schedule_by_priority
+from penstock.search.list_schedule import schedule_by_priority
 from penstock.search.problem import Order, SearchProblem
-from penstock.search.state import Candidate, SearchState
+from penstock.search.result import Point
+from penstock.search.state import SearchState
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulation import Simulation, simulate
 
@@ -54,33 +56,51 @@ def refuse_infeasible(problems: Sequence[SearchProblem], allowed: Sequence[str])
     )
 
 
-def reduce_memory(state: SearchState, starts: Sequence[Candidate], allowed: Sequence[str]) -> None:
+def reduce_memory(state: SearchState, allowed: Sequence[str]) -> None:
     """Add feasible programs by reducing the memory of ranks that exceed the limit.
 
     Args:
         state: the search state; receives the new programs.
-        starts: programs, feasible or not.
         allowed: ``"recompute"``, ``"offload"``, or both.
     """
     for problem in state.problems:
-        mine = [each for each in starts if each.program.placement == problem.placement]
-        mine.sort(key=lambda found: found.value)
-        alone = problem.program(_one_by_one(problem), name="one by one")
-        for way in allowed:
-            # If that is too much, all is.
-            _reduce(state, problem, alone, way, "one by one")
-        for base, method in _bases(problem, mine[:_TRIED]):
+        bases = {_one_by_one(problem): "one by one"}
+        for each in state.ranked(problem.placement, feasible=False)[:_TRIED]:
+            order = problem.order(each.program)
+            bases.setdefault(order, each.method)
+            bases.setdefault(_weights_at_once(problem, order), each.method)
+        for number, (order, method) in enumerate(bases.items()):
+            base = problem.program(order, name="searched")
             for way in allowed:
-                if state.is_late(times=3):
+                # One by one, a program may fit where no other does.
+                if number and state.is_late(times=3):
                     return
                 _reduce(state, problem, base, way, method)
+
+
+def _weights_at_once(problem: SearchProblem, order: Order) -> Order:
+    """The order with each weight gradient right after its input gradient.
+
+    A recomputed activation stays in memory until its weight gradient, so a later weight gradient
+    gains nothing.
+    """
+    stages = problem.placement.num_stages
+    return tuple(
+        tuple(
+            part
+            for kind in kinds
+            if kind < 2 * stages
+            for part in ((kind,) if kind < stages else (kind, kind + stages))
+        )
+        for kinds in order
+    )
 
 
 def least_reduced(problems: Sequence[SearchProblem], way: str) -> float:
     """The peak of the fullest rank if microbatches run one at a time and all stages are reduced."""
     found = []
     for problem in problems:
-        one = problem.resized(1)
+        one = replace(problem, num_microbatches=1)
         reduced = _PASSES[way](one.program(_one_by_one(one), name="one by one"))
         found.append(float(max(peaks_of(simulate(reduced, problem.costs)))))
     return min(found)
@@ -94,30 +114,6 @@ def _one_by_one(problem: SearchProblem) -> Order:
     return schedule_by_priority(free, wishes, windows=windows).order
 
 
-def _bases(problem: SearchProblem, found: Sequence[Candidate]) -> Iterator[tuple[Program, str]]:
-    """Programs, and variants with each weight gradient right after its input gradient.
-
-    A recomputed activation stays in memory until its weight gradient, so a later weight gradient
-    gains nothing.
-    """
-    stages, seen = problem.placement.num_stages, set[Order]()
-    for each in found:
-        order = problem.order(each.program)
-        at_once = tuple(
-            tuple(
-                part
-                for kind in kinds
-                if kind < 2 * stages
-                for part in ((kind,) if kind < stages else (kind, kind + stages))
-            )
-            for kinds in order
-        )
-        for variant in (order, at_once):
-            if variant not in seen:
-                seen.add(variant)
-                yield problem.program(variant, name=each.program.name), each.method
-
-
 def _reduce(
     state: SearchState, problem: SearchProblem, base: Program, way: str, method: str
 ) -> None:
@@ -128,21 +124,26 @@ def _reduce(
         for rank in range(base.num_ranks)
     ]
     chosen: set[int] = set()
-    program = base
     while True:
+        program = _PASSES[way](base, stages=frozenset(chosen)) if chosen else base
         result = simulate(program, problem.costs)
         peaks = peaks_of(result)
         full = [rank for rank, peak in enumerate(peaks) if peak > problem.most]
         if not full:
-            if chosen:
-                method = f"{way}, after {method}"
-                state.note_simulated(problem, result, float(max(peaks)), method, is_reduced=True)
-            return
+            break
         more = [largest_first[rank].pop(0) for rank in full if largest_first[rank]]
         if not more:
             return
         chosen.update(more)
-        program = _PASSES[way](base, stages=frozenset(chosen))
+    if chosen:
+        state.reduced.append(
+            Point(
+                program=program,
+                value=getattr(result, problem.objective),
+                peak=float(max(peaks)),
+                method=f"{way}, after {method}",
+            )
+        )
 
 
 def peaks_of(result: Simulation) -> Sequence[float]:

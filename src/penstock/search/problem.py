@@ -12,20 +12,19 @@ backward never does. Under a memory limit none is split then: I takes the time o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal, TypeAlias, get_args
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Op, action
+from penstock.schedule.action import Op
 from penstock.schedule.family import refuse_sizes
-from penstock.schedule.list_schedule import KIND_OPS, kind_needs
+from penstock.schedule.list_schedule import KIND_OPS, actions_of, kind_needs
 from penstock.schedule.messages import number_of
 from penstock.schedule.placement import Placement, looped, wave
 from penstock.schedule.program import Program
 from penstock.schedule.replay import DependencyReplay
-from penstock.simulate.bounds import least_memory
 from penstock.simulate.costs import Costs, as_number
 from penstock.simulate.memory import StageMemory, peaks
 
@@ -37,7 +36,7 @@ Order: TypeAlias = tuple[tuple[int, ...], ...]
 """The kinds of each rank, in execution order."""
 
 Edges: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
-"""For each kind, other kinds of the same microbatch, and the delays of results."""
+"""For each action or kind, others of the same microbatch, and the delays of results."""
 
 # An upper bound on any sum of sizes that costs accept.
 _NO_LIMIT = 1e120
@@ -45,13 +44,7 @@ _NO_LIMIT = 1e120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedOrder:
-    """An order with its times.
-
-    Args:
-        order: for each rank, its kinds in order.
-        value: the objective.
-        ends: for each kind, the end of each microbatch.
-    """
+    """An order, its objective, and for each kind the end of each microbatch."""
 
     order: Order
     value: float
@@ -67,7 +60,6 @@ class SearchProblem:
         placement: the rank of every stage.
         num_microbatches: microbatches per step.
         costs: the cost of each kind of action.
-        memory: the memory of stages, in the unit of the limit.
         limit: the most memory that a rank may hold; infinity for no limit.
         objective: the figure to minimize.
     """
@@ -75,7 +67,6 @@ class SearchProblem:
     placement: Placement
     num_microbatches: int
     costs: Costs
-    memory: StageMemory
     limit: float = math.inf
     objective: Objective = "makespan"
 
@@ -95,18 +86,27 @@ class SearchProblem:
         return self.limit + 1e-9 * max(1.0, self.limit)
 
     @cached_property
+    def memory(self) -> StageMemory:
+        """The memory of stages, in the unit of the limit."""
+        return StageMemory.of(self.costs, self.placement.num_stages)
+
+    @cached_property
     def splits(self) -> bool:
         """True if backwards are split; if False, I is the full backward, and W does nothing."""
         pairs = zip(self.memory.activation, self.memory.weight_grad, strict=True)
         return math.isinf(self.limit) or all(after <= before for before, after in pairs)
 
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """The ops of programs, by kind ÷ stages."""
+        return KIND_OPS if self.splits else (Op.FORWARD, Op.FULL_BACKWARD)
+
     @cached_property
     def durations(self) -> tuple[float, ...]:
         """The compute time of each kind."""
         stages = self.placement.num_stages
-        ops = KIND_OPS if self.splits else (Op.FORWARD, Op.FULL_BACKWARD)
-        found = tuple(cost for op in ops for cost in self.costs.of(op, num_stages=stages))
-        return found if self.splits else (*found, *(0.0,) * stages)
+        found = [cost for op in self.ops for cost in self.costs.of(op, num_stages=stages)]
+        return (*found, *(0.0,) * (self.num_kinds - len(found)))
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -132,9 +132,8 @@ class SearchProblem:
     def changes(self) -> tuple[float, ...]:
         """For each kind, the change of its rank's memory at its end (F: at its start)."""
         stages = range(self.placement.num_stages)
-        ops = KIND_OPS if self.splits else (Op.FORWARD, Op.FULL_BACKWARD)
-        found = tuple(self.memory.change(op, stage) for op in ops for stage in stages)
-        return found if self.splits else (*found, *(0.0,) * len(stages))
+        found = [self.memory.change(op, stage) for op in self.ops for stage in stages]
+        return (*found, *(0.0,) * (self.num_kinds - len(found)))
 
     @cached_property
     def origins(self) -> tuple[float, ...]:
@@ -143,20 +142,20 @@ class SearchProblem:
         For the span that is the rank's first start: the first forward of its first stage precedes
         all its other actions.
         """
-        if self.objective == "makespan":
-            return (0.0,) * self.placement.num_ranks
+        ranks = range(self.placement.num_ranks)
         starts, now = list[float](), 0.0
         for stage in range(self.placement.num_stages):
             now += self.needs[stage][0][1] if stage else 0.0
             starts.append(now)
             now += self.durations[stage]
-        ranks = range(self.placement.num_ranks)
-        return tuple(starts[min(self.placement.stages_of(rank))] for rank in ranks)
+        is_span = self.objective == "span"
+        return tuple(is_span * starts[min(self.placement.stages_of(rank))] for rank in ranks)
 
     @property
     def least_memory(self) -> float:
         """The peak of the fullest rank if microbatches run one at a time: a lower bound."""
-        return least_memory(self.costs, placement=self.placement, microbatches=1)
+        sizes, ranks = self.memory.activation, range(self.placement.num_ranks)
+        return max(sum(sizes[s] for s in self.placement.stages_of(rank)) for rank in ranks)
 
     @property
     def is_feasible(self) -> bool:
@@ -166,10 +165,6 @@ class SearchProblem:
     def value(self, ends: Sequence[float]) -> float:
         """The objective, from the ranks' last ends."""
         return max(end - origin for end, origin in zip(ends, self.origins, strict=True))
-
-    def resized(self, microbatches: int) -> SearchProblem:
-        """A copy with another number of microbatches."""
-        return replace(self, num_microbatches=microbatches)
 
     def limited(self, limit: float) -> SearchProblem:
         """A copy with another limit."""
@@ -187,11 +182,13 @@ class SearchProblem:
         played = self.play([self.ids(kinds) for kinds in order])
         if played is None:
             return None
-        ends, width = played.done, self.num_microbatches
+        width = self.num_microbatches
         return TimedOrder(
             order=tuple(map(tuple, order)),
             value=self.value([each[-1] if each else 0.0 for each in played.ends]),
-            ends=tuple(tuple(ends[first : first + width]) for first in range(0, self.size, width)),
+            ends=tuple(
+                tuple(played.done[first : first + width]) for first in range(0, self.size, width)
+            ),
         )
 
     def play(self, queues: Sequence[Sequence[int]]) -> DependencyReplay | None:
@@ -222,15 +219,8 @@ class SearchProblem:
 
     def program(self, order: Sequence[Sequence[int]], *, name: str) -> Program:
         """The program that runs kinds in this order."""
-        stages, width = self.placement.num_stages, self.num_microbatches
-        ops = KIND_OPS if self.splits else (Op.FORWARD, Op.FULL_BACKWARD)
-        ranks = tuple(
-            tuple(
-                action(each // width % stages, ops[each // width // stages], each % width)
-                for each in self.ids([kind for kind in kinds if kind < len(ops) * stages])
-            )
-            for kinds in order
-        )
+        width = self.num_microbatches
+        ranks = actions_of(self.placement, order, microbatches=width, full=not self.splits)
         return Program(name=name, placement=self.placement, num_microbatches=width, ranks=ranks)
 
     def order(self, program: Program) -> Order:
@@ -281,13 +271,13 @@ def problems_of(
         placements = _usual(costs, ranks, virtual)
     else:
         _refuse_placements(placements, ranks, virtual)
+    limit = limit if limit <= _NO_LIMIT else math.inf
     return [
         SearchProblem(
             placement=placement,
             num_microbatches=microbatches,
             costs=costs,
-            memory=StageMemory.of(costs, placement.num_stages),
-            limit=limit if limit <= _NO_LIMIT else math.inf,
+            limit=limit,
             objective=objective,
         )
         for placement in placements
@@ -311,8 +301,9 @@ def _usual(costs: Costs, ranks: int, virtual: int | None) -> tuple[Placement, ..
 
 
 def _refuse_placements(placements: Sequence[Placement], ranks: int, virtual: int | None) -> None:
-    sequence = isinstance(placements, Iterable) and not isinstance(placements, Placement)
-    if not sequence or not all(isinstance(each, Placement) for each in placements):
+    if not isinstance(placements, Sequence) or not all(
+        isinstance(each, Placement) for each in placements
+    ):
         raise ScheduleError(
             f"search: placements={placements!r}: expected a sequence of placements, such as "
             "[linear(4), v_shape(4)] of penstock.schedule.placement"
@@ -320,13 +311,12 @@ def _refuse_placements(placements: Sequence[Placement], ranks: int, virtual: int
     if not placements:
         raise ScheduleError("search: placements is empty; leave it out for the usual ones")
     for placement in placements:
-        if placement.num_ranks != ranks:
-            on = number_of(placement.num_ranks, "rank")
-            raise ScheduleError(f"search: a placement on {on}, but ranks={ranks}")
+        stages = ranks * (virtual or 1)
+        if placement.num_ranks != ranks or (virtual and placement.num_stages != stages):
+            raise ScheduleError(
+                f"search: a placement of {number_of(placement.num_stages, 'stage')} on "
+                f"{number_of(placement.num_ranks, 'rank')}, but ranks={ranks}"
+                + (f" with virtual={virtual} hold {stages}" if virtual else "")
+            )
         if placement.num_directions != 1:
             raise ScheduleError("search: placements with two copies of the model are not searched")
-        if virtual is not None and placement.num_stages != ranks * virtual:
-            raise ScheduleError(
-                f"search: a placement of {number_of(placement.num_stages, 'stage')}, but "
-                f"ranks={ranks} with virtual={virtual} hold {ranks * virtual}"
-            )

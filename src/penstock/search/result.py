@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.schedule.program import CheckedProgram
+from penstock.schedule.program import CheckedProgram, Program
 from penstock.search.problem import Objective
 from penstock.simulate.simulation import Simulation
 
@@ -30,7 +30,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A program that is Pareto-optimal in time and memory.
+    """A program found by a search; in a result, Pareto-optimal in time and memory, and checked.
 
     Args:
         program: the program.
@@ -39,7 +39,7 @@ class Point:
         method: the method that found it.
     """
 
-    program: CheckedProgram
+    program: Program
     value: float
     peak: float
     method: str

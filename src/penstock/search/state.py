@@ -1,4 +1,4 @@
-"""The state of a search: programs and bounds found so far, and the budget left.
+"""The state of a search: programs and bounds found so far, and the budget.
 
 Work is counted in actions, so that a search makes the same choices on any machine: a limit in
 seconds becomes a number of actions to place, at the rate of a slow machine. The clock ends a search
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from penstock.schedule.check import check
 from penstock.schedule.placement import Placement
@@ -18,14 +18,14 @@ from penstock.schedule.program import Program
 from penstock.search.problem import Order, SearchProblem
 from penstock.search.result import Point, Progress, SearchResult
 from penstock.simulate.bounds import lower_bounds
-from penstock.simulate.simulation import Simulation, simulate
+from penstock.simulate.simulation import simulate
 
-__all__ = ["Budget", "Candidate", "SearchState", "meets"]
+__all__ = ["Budget", "SearchState", "meets"]
 
 # Placing an action takes 1 to 2.5 µs on the machine that this was written on.
-ACTIONS_PER_S = 400_000
+_ACTIONS_PER_S = 400_000
 # A deterministic second of CP-SAT takes 0.5 to 1.5 seconds there.
-SOLVER_S_PER_S = 0.5
+_SOLVER_S_PER_S = 0.5
 # The largest infeasible program that is simulated, in actions: it may serve as a start.
 _SMALL = 10_000
 # Least seconds per action for checking and simulating a program.
@@ -33,21 +33,22 @@ _CLOSING_S = 4e-6
 
 
 class Budget:
-    """The work and time left.
+    """The work and the time of a search, or of a part of it.
 
     Args:
         limit_s: the time limit in seconds, from now on.
+        work_s: the seconds that determine the work; None for ``limit_s``.
 
     Attributes:
-        actions: the total number of actions to place.
-        solver_s: the deterministic seconds of CP-SAT within the limit.
-        cut_short: True if the clock has ended any search.
+        work_s: as given.
+        actions: the number of actions to place.
+        solver_s: the deterministic seconds of CP-SAT.
     """
 
-    def __init__(self, limit_s: float) -> None:
-        self.actions = int(limit_s * ACTIONS_PER_S)
-        self.solver_s = limit_s * SOLVER_S_PER_S
-        self.cut_short = False
+    def __init__(self, limit_s: float, work_s: float | None = None) -> None:
+        self.work_s = limit_s if work_s is None else work_s
+        self.actions = int(self.work_s * _ACTIONS_PER_S)
+        self.solver_s = self.work_s * _SOLVER_S_PER_S
         self._end = time.monotonic() + limit_s
 
     @property
@@ -55,31 +56,9 @@ class Budget:
         """Seconds until the limit; negative after it."""
         return self._end - time.monotonic()
 
-    def out_of_time(self, *, keep_s: float) -> bool:
-        """True if no more than ``keep_s`` seconds are left; sets ``cut_short``."""
-        if self.left_s <= keep_s:
-            self.cut_short = True
-            return True
-        return False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A simulated program, feasible or not.
-
-    Args:
-        program: the program.
-        value: the objective.
-        peak: the peak of the fullest rank.
-        method: the method that found it.
-        is_reduced: True if it recomputes or offloads.
-    """
-
-    program: Program
-    value: float
-    peak: float
-    method: str
-    is_reduced: bool = False
+    def part(self, share: float, *, of: float = 1.0) -> Budget:
+        """A budget of ``share`` of the work, and ``share / of`` of the time left."""
+        return Budget(self.left_s * share / of, self.work_s * share)
 
 
 class SearchState:
@@ -87,14 +66,16 @@ class SearchState:
 
     Args:
         problems: one per placement, with the same limit.
-        budget: the work and the time.
+        budget: the work and the time of the whole search.
+        seed: the random seed.
         progress: a callback for the progress.
-        reduced: True if programs may recompute or offload, and so evade bounds from the limit.
+        reduces: True if programs may recompute or offload, and so evade bounds from the limit.
 
     Attributes:
-        found: all programs, in the order of discovery.
-        bounds: per placement and limit a lower bound on the objective.
-        done_share: the share of the work done.
+        plain: the programs that neither recompute nor offload, feasible or not.
+        reduced: the programs that do.
+        done_s: the part of ``budget.work_s`` that is done.
+        cut_short: True if the clock has ended any method.
         closing_s: the estimated seconds to check the winner.
     """
 
@@ -103,63 +84,58 @@ class SearchState:
         problems: Sequence[SearchProblem],
         *,
         budget: Budget,
+        seed: int,
         progress: Callable[[Progress], None] | None,
-        reduced: bool = False,
+        reduces: bool = False,
     ) -> None:
-        self.problems = list(problems)
-        self.budget = budget
-        self.found: list[Candidate] = []
-        self.bounds: dict[tuple[Placement, float], float] = {}
-        self.done_share = 0.0
-        self._progress = progress
-        self._reduced = reduced
+        self.problems, self.budget, self.seed = list(problems), budget, seed
+        self.plain: list[Point] = []
+        self.reduced: list[Point] = []
+        self.done_s = 0.0
+        self.cut_short = False
         self.closing_s = _CLOSING_S * self.problems[0].size
+        self._bounds: dict[tuple[Placement, float], float] = {}
+        self._progress, self._reduces = progress, reduces
 
-    def best(self) -> Candidate | None:
-        """The best feasible program; ties go to the lower peak, then to the earlier discovery."""
-        return min(filter(self.keeps_limit, self.found), key=_merit, default=None)
-
-    def plain(self, placement: Placement | None = None) -> list[Candidate]:
-        """Feasible programs that neither recompute nor offload, best first."""
-        found = [
-            each
-            for each in self.found_on(placement)
-            if self.keeps_limit(each) and not each.is_reduced
-        ]
-        return sorted(found, key=_merit)
-
-    def found_on(self, placement: Placement | None) -> list[Candidate]:
-        """All programs of a placement, by objective."""
-        found = [each for each in self.found if placement in (None, each.program.placement)]
-        return sorted(found, key=lambda each: each.value)
-
-    def keeps_limit(self, found: Candidate) -> bool:
-        """True if a program is within the limit."""
+    def _fits(self, found: Point) -> bool:
         return found.peak <= self.problems[0].most
+
+    def best(self) -> Point | None:
+        """The best feasible program; ties go to the lower peak, then to the earlier discovery."""
+        return min(filter(self._fits, (*self.plain, *self.reduced)), key=_merit, default=None)
+
+    def ranked(self, placement: Placement | None = None, *, feasible: bool = True) -> list[Point]:
+        """The plain programs of a placement, best first."""
+        found = [each for each in self.plain if placement in (None, each.program.placement)]
+        return sorted(filter(self._fits, found) if feasible else found, key=_merit)
+
+    def front(self) -> tuple[Point, ...]:
+        """The Pareto front of time and memory, by memory."""
+        front: list[Point] = []
+        found = filter(self._fits, (*self.plain, *self.reduced))
+        for each in sorted(found, key=lambda found: (found.peak, found.value)):
+            if not front or each.value < front[-1].value * (1 - 1e-9):
+                front.append(each)
+        return tuple(front)
 
     def bound(self, problem: SearchProblem) -> float:
         """A lower bound on the objective of feasible programs on this placement."""
         placement, limit = problem.placement, problem.limit
-        if (placement, limit) not in self.bounds:
+        if (placement, limit) not in self._bounds:
             bounds = lower_bounds(
                 problem.costs,
-                ranks=placement.num_ranks,
+                placement,
                 microbatches=problem.num_microbatches,
-                placement=placement,
-                memory_limit=None if self._reduced or math.isinf(limit) else limit,
+                memory_limit=None if self._reduces or math.isinf(limit) else limit,
             )
-            self.bounds[placement, limit] = getattr(bounds, problem.objective)
-        return self.bounds[placement, limit]
+            self._bounds[placement, limit] = getattr(bounds, problem.objective)
+        return self._bounds[placement, limit]
 
     def raise_bound(self, problem: SearchProblem, proven: float) -> None:
         """Record a bound on the programs of a placement that neither recompute nor offload."""
-        if not self._reduced:
+        if not self._reduces:
             key = problem.placement, problem.limit
-            self.bounds[key] = max(self.bound(problem), proven)
-
-    def bound_of_all(self) -> float:
-        """A lower bound over all placements."""
-        return min(map(self.bound, self.problems))
+            self._bounds[key] = max(self.bound(problem), proven)
 
     def may_improve(self, problem: SearchProblem) -> bool:
         """True if a program of this placement may beat the best one."""
@@ -170,55 +146,41 @@ class SearchState:
         """True if the best program is proven optimal, or time is up."""
         return not any(map(self.may_improve, self.problems)) or self.is_late()
 
-    def is_late(self, *, times: int = 1) -> bool:
-        """True if no time is left but for ``times`` checks; never before the first program."""
-        return self.best() is not None and self.budget.out_of_time(keep_s=times * self.closing_s)
+    def is_late(self, part: Budget | None = None, *, times: int = 1) -> bool:
+        """True if no time is left in ``part``, or in all but for ``times`` checks of the winner;
+        never before the first program."""
+        late = self.budget.left_s <= times * self.closing_s or (part and part.left_s <= 0)
+        if not late or self.best() is None:
+            return False
+        self.cut_short = True
+        return True
 
-    def note(self, problem: SearchProblem, program: Program, method: str) -> Candidate | None:
-        """Simulate and keep a program; None for a large infeasible one."""
+    def note(self, problem: SearchProblem, program: Program, method: str) -> None:
+        """Simulate and keep a program, unless it is large and infeasible."""
         peak = max(problem.peaks(program))
         if peak > problem.most and problem.size > _SMALL:
-            return None
+            return
         began = time.monotonic()
         result = simulate(program, problem.costs)
         # The final check takes about as long, and the machine may have slowed down by then.
         self.closing_s = max(self.closing_s, 3 * (time.monotonic() - began))
-        return self.note_simulated(problem, result, peak, method)
+        value = getattr(result, problem.objective)
+        self.plain.append(Point(program=program, value=value, peak=peak, method=method))
 
-    def note_simulated(
-        self,
-        problem: SearchProblem,
-        result: Simulation,
-        peak: float,
-        method: str,
-        *,
-        is_reduced: bool = False,
-    ) -> Candidate:
-        """Keep a simulated program."""
-        found = Candidate(
-            program=result.program,
-            value=getattr(result, problem.objective),
-            peak=peak,
-            method=method,
-            is_reduced=is_reduced,
-        )
-        self.found.append(found)
-        return found
-
-    def note_order(self, problem: SearchProblem, order: Order, method: str) -> Candidate | None:
+    def note_order(self, problem: SearchProblem, order: Order, method: str) -> None:
         """Simulate and keep the program of an order."""
-        return self.note(problem, problem.program(order, name="searched"), method)
+        self.note(problem, problem.program(order, name="searched"), method)
 
-    def tell(self, share: float, method: str) -> None:
-        """Report the progress."""
+    def report(self, method: str, more_s: float = 0.0) -> None:
+        """Report the progress: the work done, and ``more_s``."""
         if self._progress is not None:
             best = self.best()
             self._progress(
                 Progress(
-                    share=min(1.0, share),
+                    share=min(1.0, (self.done_s + more_s) / self.budget.work_s),
                     method=method,
                     value=None if best is None else best.value,
-                    bound=self.bound_of_all(),
+                    bound=min(map(self.bound, self.problems)),
                 )
             )
 
@@ -226,33 +188,23 @@ class SearchState:
         """The search result, with checked programs."""
         best, problem = self.best(), self.problems[0]
         assert best is not None
-        self.tell(1.0, best.method)
+        self.done_s = self.budget.work_s
+        self.report(best.method)
+        front = self.front() if with_pareto else ()
         return SearchResult(
             program=check(best.program),
             simulation=simulate(best.program, problem.costs),
             objective=problem.objective,
             value=best.value,
-            bound=min(best.value, self.bound_of_all()),
+            bound=min(best.value, *map(self.bound, self.problems)),
             peak=best.peak,
             method=best.method,
-            reproducible=not self.budget.cut_short,
-            pareto=tuple(
-                Point(program=check(p.program), value=p.value, peak=p.peak, method=p.method)
-                for p in (self.front() if with_pareto else ())
-            ),
+            reproducible=not self.cut_short,
+            pareto=tuple(replace(each, program=check(each.program)) for each in front),
         )
 
-    def front(self) -> tuple[Candidate, ...]:
-        """The Pareto front of time and memory, by memory."""
-        front: list[Candidate] = []
-        for each in sorted(self.found, key=lambda found: (found.peak, found.value)):
-            better = not front or each.value < front[-1].value * (1 - 1e-9)
-            if better and self.keeps_limit(each):
-                front.append(each)
-        return tuple(front)
 
-
-def _merit(found: Candidate) -> tuple[float, float]:
+def _merit(found: Point) -> tuple[float, float]:
     return found.value, found.peak
 
 

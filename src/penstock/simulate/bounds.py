@@ -11,12 +11,12 @@ order is free, except that each microbatch passes the chain of stages:
 
 Each argument gives a bound per rank; the greatest one counts:
 
-- COMPUTE: a rank runs one action at a time. Its span is at least its work.
 - PATH: one microbatch passes the whole chain forward and backward. A span lasts at least a turn, I
   and W.
-- WARM_UP: before its first I a rank can run only forwards, and none before its head. The I can't
-  start before head and turn, and all remaining work follows it. Likewise, the last I on the rank's
-  lowest stage follows all its other F and I, and precedes its tail.
+- WARM_UP: a rank runs one action at a time. Before its first I it can run only forwards, and none
+  before its head. The I can't start before head and turn, and all remaining work follows it.
+  Likewise, the last I on the rank's lowest stage follows all its other F and I, and precedes its
+  tail.
 - MEMORY: before its first I a rank frees no memory, so memory limits the number of its forwards. An
   activation is held for at least a turn, I and W. Summed over all activations, memory x time can't
   exceed the limit x the span, less the memory unused during warm-up and cool-down. If K activations
@@ -32,57 +32,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
-from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
-from penstock.schedule.family import refuse_sizes
-from penstock.schedule.messages import number_of
-from penstock.schedule.placement import Placement, looped
+from penstock.schedule.placement import Placement
 from penstock.simulate.costs import Costs
 
-__all__ = ["Argument", "LowerBounds", "least_memory", "lower_bounds"]
-
-
-class Argument(Enum):
-    """The proof behind a bound; see the module's docstring."""
-
-    COMPUTE = "compute"
-    PATH = "path"
-    WARM_UP = "warm-up"
-    MEMORY = "memory"
+__all__ = ["LowerBounds", "lower_bounds"]
 
 
 @dataclass(frozen=True, slots=True)
 class LowerBounds:
-    """Lower bounds on all programs.
+    """Lower bounds on the makespan and the span of all programs."""
 
-    Args:
-        makespans: for each applicable argument, its bound on the makespan, best first.
-        spans: for each applicable argument, its bound on the span, best first.
-    """
-
-    makespans: tuple[tuple[Argument, float], ...]
-    spans: tuple[tuple[Argument, float], ...]
-
-    @property
-    def makespan(self) -> float:
-        """The best bound on the makespan."""
-        return self.makespans[0][1]
-
-    @property
-    def span(self) -> float:
-        """The best bound on the span."""
-        return self.spans[0][1]
+    makespan: float
+    span: float
 
 
 def lower_bounds(
     costs: Costs,
+    placement: Placement,
     *,
-    ranks: int,
     microbatches: int,
-    virtual: int = 1,
-    placement: Placement | None = None,
     memory_limit: float | None = None,
     backward: bool = True,
 ) -> LowerBounds:
@@ -90,68 +60,29 @@ def lower_bounds(
 
     Args:
         costs: the cost of each kind of action.
-        ranks: number of ranks.
-        microbatches: number of microbatches, at least 1.
-        virtual: stages per rank of a looped placement; ignored if ``placement`` is given.
         placement: the rank of every stage.
+        microbatches: number of microbatches, at least 1.
         memory_limit: the most memory that a rank may hold, in activations, or in bytes if
-            ``costs.activation_bytes`` is given; None for no limit.
+            ``costs.activation_bytes`` is given; None for no limit. Some program must fit.
         backward: True if the program has backwards.
 
     Raises:
-        ScheduleError: no program fits the memory limit (the message gives the smallest feasible
-            limit), or the placement or the costs are for another number of ranks or stages.
+        ScheduleError: the costs are for another number of stages.
 
     Example:
-        >>> bounds = lower_bounds(Costs(), ranks=4, microbatches=8)
-        >>> bounds.makespan, bounds.makespans[0][0].value, bounds.span
-        (27.0, 'warm-up', 24.0)
-        >>> lower_bounds(Costs(), ranks=4, microbatches=8, memory_limit=2).makespan
+        >>> from penstock.schedule.placement import linear
+        >>> lower_bounds(Costs(), linear(4), microbatches=8)
+        LowerBounds(makespan=27.0, span=24.0)
+        >>> lower_bounds(Costs(), linear(4), microbatches=8, memory_limit=2).makespan
         37.0
     """
-    refuse_sizes("lower_bounds", ranks=ranks, microbatches=microbatches, virtual=virtual)
-    placed = looped(ranks, virtual) if placement is None else placement
-    if placed.num_ranks != ranks:
-        raise ScheduleError(
-            f"lower_bounds: ranks={ranks}, but the placement is one of "
-            f"{number_of(placed.num_ranks, 'rank')}"
-        )
-    stages = _chains(costs, placed, microbatches, backward)
-    if memory_limit is not None and backward:
-        least = least_memory(costs, placement=placed, microbatches=microbatches)
-        if not memory_limit >= least:
-            raise ScheduleError(
-                f"no program holds as little as memory_limit={memory_limit:g}: one microbatch "
-                f"alone takes {least:g} on some rank; give at least that, or offload"
-            )
-    makespans: dict[Argument, float] = {}
-    spans: dict[Argument, float] = {}
-    for rank in range(ranks):
+    stages = _chains(costs, placement, microbatches, backward)
+    found = [(0.0, 0.0)]
+    for rank in range(placement.num_ranks):
         owed = [stage for stage in stages if stage.rank == rank and stage.count]
         if owed:
-            found = _both_ways(owed, memory_limit) if backward else _forwards_alone(owed)
-            for argument, values in found.items():
-                for best, value in zip((makespans, spans), values, strict=True):
-                    best[argument] = max(value, best.get(argument, value))
-    best_first = (
-        tuple(sorted(best.items(), key=lambda item: -item[1])) for best in (makespans, spans)
-    )
-    return LowerBounds(*best_first)
-
-
-def least_memory(costs: Costs, *, placement: Placement, microbatches: int) -> float:
-    """The least peak, on its fullest rank, of any program without offload.
-
-    When a microbatch reaches the last stage of a rank, the rank holds its activations on all its
-    stages. With fewer microbatches than copies of the model, some copies hold nothing.
-    """
-    sizes, _ = costs.held(num_stages=placement.num_stages)
-    held: dict[tuple[int, int], float] = {}
-    for stage, rank in enumerate(placement.stage_ranks):
-        copy = placement.direction_of(stage)
-        if copy < microbatches:
-            held[rank, copy] = held.get((rank, copy), 0.0) + sizes[stage]
-    return max(held.values())
+            found += _both_ways(owed, memory_limit) if backward else _forwards_alone(owed)
+    return LowerBounds(*map(max, zip(*found, strict=True)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -176,15 +107,41 @@ class _Chain:
 def _chains(costs: Costs, placement: Placement, microbatches: int, backward: bool) -> list[_Chain]:
     """The chains of all stages, by number; each copy of a model is a chain of its own."""
     costs.refuse_misfits(placement)
-    stages = _work(costs, placement, microbatches)
-    for number, stage in enumerate(stages):
+    size = placement.num_stages
+    forward, by_input, full = (
+        costs.of(op, num_stages=size) for op in (Op.FORWARD, Op.INPUT_GRAD, Op.FULL_BACKWARD)
+    )
+    before, after = costs.held(num_stages=size)
+    lengths: Sequence[float] = [math.inf] * size
+    if costs.overlap is not None:
+        lengths = costs.per_stage("overlap", num_stages=size)
+    stages: list[_Chain] = []
+    for number, rank in enumerate(placement.stage_ranks):
+        # The best case: each forward in the shortest pair, with the longest backward.
+        mine = placement.stages_of(rank)
+        pair, longest = min(lengths[each] for each in mine), max(full[each] for each in mine)
+        saved = max(0.0, forward[number] + longest - pair)
+        first, step = placement.direction_of(number), placement.num_directions
+        stage = _Chain(
+            rank=rank,
+            count=len(range(first, microbatches, step)),
+            forward=min(forward[number], pair),
+            input_grad=min(by_input[number], pair),
+            backward=min(full[number], pair),
+            owed=forward[number] + full[number] - saved,
+            owed_to_input=forward[number] + by_input[number] - saved,
+            held=before[number],
+            held_for_weights=min(before[number], after[number]),
+            work=forward[number],
+        )
+        stages.append(stage)
         ahead = placement.neighbour(number, -1)
         if ahead is not None:
             lower = stages[ahead]
             stage.head = lower.head + lower.forward + costs.travel(ahead, number, placement)
             last = max(lower.backward, lower.input_grad + lower.tail)
             stage.tail = costs.travel(number, ahead, placement) + last if backward else 0.0
-    for number in reversed(range(len(stages))):
+    for number in reversed(range(size)):
         stage, behind = stages[number], placement.neighbour(number, +1)
         stage.turn = stage.forward
         if behind is not None:
@@ -196,75 +153,28 @@ def _chains(costs: Costs, placement: Placement, microbatches: int, backward: boo
     return stages
 
 
-def _work(costs: Costs, placement: Placement, microbatches: int) -> list[_Chain]:
-    """The work of each stage, without its chain."""
-    size = placement.num_stages
-    forward, by_input, full = (
-        costs.of(op, num_stages=size) for op in (Op.FORWARD, Op.INPUT_GRAD, Op.FULL_BACKWARD)
-    )
-    before, after = costs.held(num_stages=size)
-    lengths = [math.inf] * size
-    if costs.overlap is not None:
-        lengths = list(costs.per_stage("overlap", num_stages=size))
-    stages = []
-    for stage, rank in enumerate(placement.stage_ranks):
-        # The best case: each forward in the shortest pair, with the longest backward.
-        mine = placement.stages_of(rank)
-        pair, longest = min(lengths[each] for each in mine), max(full[each] for each in mine)
-        saved = max(0.0, forward[stage] + longest - pair)
-        stages.append(
-            _Chain(
-                rank=rank,
-                count=len(
-                    range(placement.direction_of(stage), microbatches, placement.num_directions)
-                ),
-                forward=min(forward[stage], pair),
-                input_grad=min(by_input[stage], pair),
-                backward=min(full[stage], pair),
-                owed=forward[stage] + full[stage] - saved,
-                owed_to_input=forward[stage] + by_input[stage] - saved,
-                held=before[stage],
-                held_for_weights=min(before[stage], after[stage]),
-                work=forward[stage],
-            )
-        )
-    return stages
-
-
-def _forwards_alone(stages: Sequence[_Chain]) -> dict[Argument, tuple[float, float]]:
-    """For each argument its bounds on makespan and span, for forwards alone."""
+def _forwards_alone(stages: Sequence[_Chain]) -> list[tuple[float, float]]:
+    """Bounds on makespan and span, for forwards alone."""
     head, tail = min(stage.head for stage in stages), min(stage.tail for stage in stages)
     owed = sum(stage.count * stage.forward for stage in stages)
     path = max(stage.head + stage.forward + stage.tail for stage in stages)
-    return {
-        Argument.COMPUTE: (owed, owed),
-        Argument.PATH: (path, max(stage.forward for stage in stages)),
-        Argument.WARM_UP: (head + owed + tail, owed),
-    }
+    return [(path, max(stage.forward for stage in stages)), (head + owed + tail, owed)]
 
 
-def _both_ways(
-    stages: Sequence[_Chain], memory_limit: float | None
-) -> dict[Argument, tuple[float, float]]:
-    """For each argument its bounds on makespan and span, with backwards."""
-    head = min(stage.head for stage in stages)
-    owed = sum(stage.count * stage.owed for stage in stages)
+def _both_ways(stages: Sequence[_Chain], limit: float | None) -> list[tuple[float, float]]:
+    """Bounds on makespan and span, with backwards."""
     work = sum(stage.count * stage.work for stage in stages)
     path = max(
         stage.head + stage.turn + max(stage.backward, stage.input_grad + stage.tail)
         for stage in stages
     )
-    found = {
-        Argument.COMPUTE: (owed, owed),
-        Argument.PATH: (path, max(stage.turn + stage.backward for stage in stages)),
-        Argument.WARM_UP: _warm_up(stages, work),
-    }
-    if memory_limit is not None:
+    found = [(path, max(stage.turn + stage.backward for stage in stages)), _warm_up(stages, work)]
+    if limit is not None:
         # No program holds more than all activations at once.
-        memory_limit = min(memory_limit, sum(stage.count * stage.held for stage in stages))
-        makespan, span = _warm_up(stages, min(work, _fitting_work(stages, memory_limit)))
-        held = max(_memory_time(stages, memory_limit, owed), _rounds(stages, memory_limit))
-        found[Argument.MEMORY] = (max(makespan, head + held), max(span, held))
+        limit = min(limit, sum(stage.count * stage.held for stage in stages))
+        held = max(_memory_time(stages, limit), _rounds(stages, limit))
+        found.append(_warm_up(stages, min(work, _fitting_work(stages, limit))))
+        found.append((min(stage.head for stage in stages) + held, held))
     return found
 
 
@@ -294,7 +204,7 @@ def _fitting_work(stages: Sequence[_Chain], limit: float) -> float:
     return work
 
 
-def _memory_time(stages: Sequence[_Chain], limit: float, owed: float) -> float:
+def _memory_time(stages: Sequence[_Chain], limit: float) -> float:
     """The least span in which every activation has its memory for its lifetime."""
     need = sum(
         stage.count
@@ -312,7 +222,7 @@ def _memory_time(stages: Sequence[_Chain], limit: float, owed: float) -> float:
     weights = min(stage.backward - stage.input_grad for stage in stages)
     fewer = math.ceil(limit / largest) - 1
     unused = fewer * (limit - largest * (fewer + 1) / 2)
-    if fewer * (forward + weights) > owed:
+    if fewer * (forward + weights) > sum(stage.count * stage.owed for stage in stages):
         # The first and the last activation may be the same.
         unused = 0.0
     return (need + unused * (forward + weights)) / limit

@@ -19,19 +19,9 @@ from penstock.schedule.messages import number_of
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family
-from penstock.schedule.rules import HOST_TRANSFERS, TRANSFERS, WHOLE_STAGE
 
-__all__ = [
-    "Cost",
-    "Costs",
-    "MessageCost",
-    "PerEdge",
-    "as_number",
-    "build_for",
-    "costs_divisor",
-    "per_stage_costs",
-    "wanted_costs",
-]
+__all__ = ["Cost", "Costs", "MessageCost", "PerEdge", "as_number", "build_for", "costs_divisor"]
+__all__ += ["per_stage_costs"]
 
 Cost: TypeAlias = float | Sequence[float]
 """One number for all stages, or a sequence with one number per stage."""
@@ -48,6 +38,8 @@ MessageCost: TypeAlias = Cost | Mapping[tuple[int, int], float] | PerEdge
 """A cost by sending stage, or a mapping from pairs of neighbouring stages, equal in both
 directions."""
 
+_Stored: TypeAlias = float | tuple[float, ...] | PerEdge
+
 _PER_EDGE = ("latency", "bandwidth")
 _SWITCHES = ("transfers_overlap", "one_message_at_a_time")
 _POSITIVE = ("bandwidth", "offload_bandwidth")
@@ -55,14 +47,13 @@ _POSITIVE = ("bandwidth", "offload_bandwidth")
 # shared only if activations are sized: counted activations are those of a stage.
 _SHARED = ("forward", "input_grad", "weight_grad", "overlap", "recompute", "offload", "reload")
 _SHARED_BYTES = ("activation_bytes", "weight_grad_bytes", "recompute_bytes")
-# The costs that make up the compute time of an op.
-_TIMES: dict[Op, tuple[str, ...]] = {
+# The costs that make up the compute time of an op; others take none.
+_TIMES = {
     Op.FORWARD: ("forward",),
     Op.FULL_BACKWARD: ("input_grad", "weight_grad"),
     Op.INPUT_GRAD: ("input_grad",),
     Op.WEIGHT_GRAD: ("weight_grad",),
     Op.RECOMPUTE: ("recompute",),
-    **dict.fromkeys(TRANSFERS | WHOLE_STAGE | HOST_TRANSFERS, ()),
 }
 # Sums and quotients of numbers in this range are finite, and above 0.
 _LEAST, _MOST = 1e-100, 1e100
@@ -154,22 +145,21 @@ class Costs:
             ScheduleError: a cost was given per stage, but not for ``num_stages`` stages.
         """
         plain = op is Op.RECOMPUTE and self.recompute is None
-        names = ("forward",) if plain else _TIMES[op]
+        names = ("forward",) if plain else _TIMES.get(op, ())
         costs = [self.per_stage(name, num_stages=num_stages) for name in names]
         return tuple(map(sum, zip(*costs, strict=True))) if costs else (0.0,) * num_stages
 
-    def offload_times(self, *, num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def offload_times(self, *, num_stages: int) -> tuple[tuple[float, ...], ...]:
         """The times of an offload and of a reload on each stage."""
         plain = (0.0,) * num_stages
         if self.activation_bytes is not None and self.offload_bandwidth is not None:
             sizes = self.per_stage("activation_bytes", num_stages=num_stages)
             speeds = self.per_stage("offload_bandwidth", num_stages=num_stages)
             plain = tuple(size / speed for size, speed in zip(sizes, speeds, strict=True))
-        offload, reload = (
+        return tuple(
             plain if getattr(self, name) is None else self.per_stage(name, num_stages=num_stages)
             for name in ("offload", "reload")
         )
-        return offload, reload
 
     def latency_between(self, stage: int, to_stage: int, *, num_stages: int) -> float:
         """The latency of a message from a stage to a neighbour on another rank.
@@ -204,8 +194,7 @@ class Costs:
         return cost[stage] if isinstance(cost, tuple) else cost
 
     def held(self, *, num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The memory of each stage per microbatch: up to the end of I, and from there to the end of
-        W."""
+        """Each stage's memory per microbatch: up to the end of I, and from there to that of W."""
         before = (1.0,) * num_stages
         if self.activation_bytes is not None:
             before = self.per_stage("activation_bytes", num_stages=num_stages)
@@ -242,8 +231,8 @@ class Costs:
                         "one copy of the model to the first of the next; nothing is sent there",
                     )
 
-    def _fitting(self, name: str, num_stages: int) -> float | tuple[float, ...] | PerEdge:
-        value: float | tuple[float, ...] | PerEdge = getattr(self, name)
+    def _fitting(self, name: str, num_stages: int) -> _Stored:
+        value: _Stored = getattr(self, name)
         if isinstance(value, tuple) and len(value) != num_stages:
             raise _wrong(
                 name,
@@ -268,18 +257,9 @@ def build_for(costs: Costs, name: str, /, **options: Any) -> Program:
         >>> build_for(Costs(forward=2), "1f1b", ranks=2, microbatches=4).num_stages
         2
     """
-    return build(name, **{**wanted_costs(costs, name), **options})
-
-
-def wanted_costs(costs: Costs, name: str) -> dict[str, object]:
-    """The costs that a schedule takes as options.
-
-    Example:
-        >>> wanted_costs(Costs(forward=2), "zb-1p"), wanted_costs(Costs(forward=2), "1f1b")
-        ({'forward': 2.0, 'input_grad': 1.0, 'weight_grad': 1.0}, {})
-    """
     known = {field.name for field in fields(Costs)}
-    return {each: getattr(costs, each) for each in family(name).options if each in known}
+    wanted = {each: getattr(costs, each) for each in family(name).options if each in known}
+    return build(name, **{**wanted, **options})
 
 
 def costs_divisor(program: Program) -> float:
@@ -322,7 +302,7 @@ def _wrong(name: str, text: str) -> ScheduleError:
     return ScheduleError(f"Costs({name}=...){text}", parameter=name)
 
 
-def _normal(name: str, given: object) -> float | tuple[float, ...] | PerEdge:
+def _normal(name: str, given: object) -> _Stored:
     """A cost as it is stored."""
     if isinstance(given, PerEdge):
         given = dict(given.costs)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.placement import Placement
 from penstock.schedule.rules import (
@@ -41,8 +40,7 @@ _PAUSE = 0.002
 def causes_of(trace: Trace) -> StepCauses:
     """The causes among the computations of a measured or simulated trace, for any costs."""
     steps = [[(span,) for span in trace.compute(rank)] for rank in range(trace.num_ranks)]
-    pause = trace.makespan * (_PAUSE if trace.unit == "s" else _CLOSE)
-    return StepCauses(steps, pause=pause, name=trace.name)
+    return StepCauses(steps, pause=trace.makespan * (_PAUSE if trace.unit == "s" else _CLOSE))
 
 
 def producers(spans: Iterable[Span]) -> dict[Action, Span]:
@@ -74,7 +72,6 @@ class StepCauses:
         placement: the placement; given together with ``costs``.
         num_splits: sequence chunks per microbatch.
         pause: the longest time between two steps of a rank that counts as no wait.
-        name: the program's name.
     """
 
     def __init__(
@@ -85,38 +82,30 @@ class StepCauses:
         placement: Placement | None = None,
         num_splits: int = 1,
         pause: float = 0.0,
-        name: str = "",
     ) -> None:
-        self._name = name
         self._steps, self._costs, self._placement = steps, costs, placement
         self._num_splits, self._pause = num_splits, pause
-        # By action, or action covered by it: its rank, the index of its step, and its span.
-        self._places: dict[Action, tuple[int, int, Span]] = {}
+        # By action, or action covered by it: its span, its rank, and the index of its step.
+        self._places: dict[Action, tuple[Span, int, int]] = {}
         for rank, ranks_steps in enumerate(steps):
             for index, spans in enumerate(ranks_steps):
                 for act, span in producers(spans).items():
-                    self._places.setdefault(act, (rank, index, span))
+                    self._places.setdefault(act, (span, rank, index))
         self._transfers = any(act.op in _RECEIVES for act in self._places)
 
-    def waited_for(self, act: Action) -> Action | None:
-        """The action whose result ``act`` waited for after its rank was free; None if none.
-
-        Raises:
-            ScheduleError: there is no such action.
-        """
-        if act not in self._places:
-            raise ScheduleError(f"{act} is not in program {self._name!r}")
-        rank, index, _ = self._places[act]
-        missing = self._missing(rank, index)
-        return None if missing is None else self._places[missing][2].action
+    def waited_for(self, act: Action) -> Span | None:
+        """The span whose result ``act`` waited for after its rank was free; None if none."""
+        _, rank, index = self._places[act]
+        found = self._missing(rank, index)
+        return None if found is None else self._places[found][0]
 
     def cause(self, span: Span) -> Span | None:
         """The span that delayed ``span``: a result that it needs, or the step before it on its
         rank; None if there is none."""
-        rank, index, _ = self._places[span.action]
-        missing = self._missing(rank, index)
+        missing = self.waited_for(span.action)
         if missing is not None:
-            return self._places[missing][2]
+            return missing
+        _, rank, index = self._places[span.action]
         spans = self._steps[rank][index]
         if span in spans[1:]:
             return spans[spans.index(span) - 1]
@@ -130,19 +119,18 @@ class StepCauses:
             for index, spans in enumerate(steps)
             if spans[0].action.op in COMPUTE
         ]
-        _, negative, last = max(ends, default=(0.0, 0, None))
-        place = None if last is None else (-negative, last)
         found: list[Span] = []
         seen = set()
-        while place is not None and place not in seen:
-            seen.add(place)
-            rank, index = place
+        _, rank, index = max(ends, default=(0.0, 0, -1))
+        rank = -rank
+        while index >= 0 and (rank, index) not in seen:
+            seen.add((rank, index))
             found += (s for s in self._steps[rank][index][::-1] if s.action.op in COMPUTE)
-            missing, before = self._missing(rank, index), self._before(rank, index)
-            if missing is not None:
-                place = self._places[missing][:2]
+            missing = self._missing(rank, index)
+            if missing is None:
+                index = self._before(rank, index)
             else:
-                place = None if before is None else (rank, before)
+                _, rank, index = self._places[missing]
         return tuple(reversed(found))
 
     def _missing(self, rank: int, index: int) -> Action | None:
@@ -164,7 +152,7 @@ class StepCauses:
             (self._arrival(part.stage, act, rank), act)
             for part in parts
             for act in self._needs(part)
-            if act not in parts and self._places[act][2].start <= spans[-1].end
+            if act not in parts and self._places[act][0].start <= spans[-1].end
         ]
         return max(needed, default=(None, None), key=lambda each: each[0])[1]
 
@@ -172,11 +160,11 @@ class StepCauses:
         """The actions of the step that ``act`` waits for."""
         needed = []
         for each in needed_by(act):
-            offset = each.stage - act.stage
-            receive = RECEIVE_FOR.get((each.op, offset)) if act.op in COMPUTE else None
-            posted = None if receive is None else action(act.stage, receive, act.microbatch)
+            receive = RECEIVE_FOR.get((each.op, each.stage - act.stage))
+            posted = receive and action(act.stage, receive, act.microbatch)
             # A value from another rank arrives when its receive ends.
-            needed.append(posted if posted in self._places else each)
+            use_receive = act.op in COMPUTE and posted in self._places
+            needed.append(posted if posted and use_receive else each)
         if self._num_splits > 1 and act.op in IN_SEQUENCE and act.microbatch is not None:
             op, offset = IN_SEQUENCE[act.op]
             other = next_chunk(act.microbatch, offset, self._num_splits)
@@ -189,16 +177,16 @@ class StepCauses:
         """The steps of a rank before one, the last one first."""
         return (self._steps[rank][each] for each in reversed(range(index)))
 
-    def _before(self, rank: int, index: int) -> int | None:
-        """The previous step that a rank waits for."""
+    def _before(self, rank: int, index: int) -> int:
+        """The index of the previous step that a rank waits for; -1 if there is none."""
         steps = self._steps[rank]
         earlier = (i for i in reversed(range(index)) if steps[i][0].action.op not in _NON_BLOCKING)
-        return next(earlier, None)
+        return next(earlier, -1)
 
     def _free(self, rank: int, index: int) -> float:
         """The time at which a rank finished the previous step, and sent its results."""
         before, costs, placement = self._before(rank, index), self._costs, self._placement
-        if before is None:
+        if before < 0:
             return 0.0
         spans = self._steps[rank][before]
         free = spans[-1].end
@@ -213,7 +201,7 @@ class StepCauses:
 
     def _arrival(self, stage: int, act: Action, rank: int) -> tuple[bool, float]:
         """A sort key for results by their arrival on a rank, for one of its stages."""
-        maker, index, _ = self._places[act]
+        _, maker, index = self._places[act]
         spans = self._steps[maker][index]
         end = spans[-1].end
         if maker != rank and self._costs is not None and self._placement is not None:

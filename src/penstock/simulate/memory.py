@@ -10,12 +10,12 @@ from the end of its copy to the start of the copy back. Parameters, gradients, o
 the buffers of boundaries are held throughout. A rank holds the sum over its stages.
 
 The peaks of a program follow from the order of its steps alone, and the curve over time from
-simulated times. The search and all other users of memory limits apply this rule.
+simulated times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TypeAlias, assert_never
@@ -35,12 +35,7 @@ _TAKING = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.RELOAD})
 
 
 def held_bytes(in_flight: float, *, activation: float, resident: float = 0.0) -> float:
-    """The peak memory of a stage: ``in_flight`` activations, and what it holds throughout.
-
-    Example:
-        >>> held_bytes(3, activation=10, resident=4)
-        34.0
-    """
+    """The peak memory of a stage: ``in_flight`` activations, and what it holds throughout."""
     return float(resident + in_flight * activation)
 
 
@@ -83,8 +78,7 @@ class StageMemory:
         return cls(activation=one, weight_grad=one, recompute=none, running=one)
 
     def change(self, op: Op, stage: int) -> float:
-        """The change of a rank's memory by an action: an increase at its start, a decrease at its
-        end.
+        """The change of a rank's memory: an increase at an action's start, a decrease at its end.
 
         If W holds more than F left, I increases the memory at its end.
         """
@@ -128,10 +122,16 @@ class StageMemory:
                 freed -= change
         return taken, freed
 
-    def resident_of(self, program: Program, rank: int) -> float:
-        """The memory that a rank holds throughout."""
-        held = (self.resident[stage] for stage in program.placement.stages_of(rank))
-        return sum(held) if self.resident else 0.0
+    def of_ranks(self, program: Program) -> Iterator[tuple[float, list[tuple[Step, float, float]]]]:
+        """For each rank the memory held throughout, and its steps with their ``changes``."""
+        recomputed = {(a.stage, a.microbatch) for a in program.actions() if a.op is Op.RECOMPUTE}
+        backward = program.has_backward
+        for rank, steps in enumerate(program.ranks):
+            stages = program.placement.stages_of(rank) if self.resident else ()
+            yield (
+                sum((self.resident[stage] for stage in stages), 0.0),
+                [(step, *self.changes(step, recomputed, backward=backward)) for step in steps],
+            )
 
 
 def peaks(program: Program, memory: StageMemory) -> tuple[float, ...]:
@@ -140,13 +140,10 @@ def peaks(program: Program, memory: StageMemory) -> tuple[float, ...]:
     An offloaded activation counts until the end of the rank's next computation, during which it is
     copied.
     """
-    recomputed, backward = _recomputed(program), program.has_backward
     found = []
-    for rank, steps in enumerate(program.ranks):
-        held = peak = memory.resident_of(program, rank)
-        leaving = 0.0
-        for step in steps:
-            taken, freed = memory.changes(step, recomputed, backward=backward)
+    for held, steps in memory.of_ranks(program):
+        peak, leaving = held, 0.0
+        for step, taken, freed in steps:
             held += taken
             op = step.parts[0].op
             if op is Op.OFFLOAD:
@@ -181,35 +178,26 @@ def memory_curves(
     starts: Sequence[Sequence[float]],
     ends: Sequence[Sequence[float]],
 ) -> tuple[Curve, ...]:
-    """The memory of each rank over time.
-
-    Args:
-        program: the program that ran.
-        memory: the memory of stages.
-        starts: per rank, the start of each of its actions, overlapped pairs taken apart.
-        ends: per rank, the end of each of its actions.
+    """The memory of each rank over time, from the times of its actions (pairs taken apart).
 
     Returns:
         For each rank, a point wherever its memory changes, from time 0 on. A free followed by an
         allocation at the same time is one point. An allocation followed by a free stays two points,
         so that the highest point is the peak.
     """
-    recomputed, backward = _recomputed(program), program.has_backward
     curves = []
-    for rank, steps in enumerate(program.ranks):
+    for (held, steps), begun, ended in zip(memory.of_ranks(program), starts, ends, strict=True):
         changes: list[tuple[float, float]] = []
         first = 0
-        for step in steps:
+        for step, taken, freed in steps:
             stop = first + len(step.parts)
-            taken, freed = memory.changes(step, recomputed, backward=backward)
             if taken:
-                changes.append((starts[rank][first], taken))
+                changes.append((begun[first], taken))
             if freed:
-                changes.append((ends[rank][stop - 1], -freed))
+                changes.append((ended[stop - 1], -freed))
             first = stop
         # Copies run beside the steps, so sort by time; without copies the order is already right.
         changes.sort(key=itemgetter(0))
-        held = memory.resident_of(program, rank)
         points = [(0.0, held)]
         for time, change in changes:
             held += change
@@ -218,7 +206,3 @@ def memory_curves(
             points.append((time, held))
         curves.append(tuple(points))
     return tuple(curves)
-
-
-def _recomputed(program: Program) -> set[tuple[int, int | None]]:
-    return {(a.stage, a.microbatch) for a in program.actions() if a.op is Op.RECOMPUTE}

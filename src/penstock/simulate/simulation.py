@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -135,17 +134,15 @@ class Simulation:
     def messages(self) -> int:
         """Number of messages between ranks."""
         placement = self.program.placement
-        crossed = {
-            offset: [
-                other is not None and not placement.same_rank(stage, other)
-                for stage in range(placement.num_stages)
-                for other in [placement.neighbour(stage, offset)]
-            ]
-            for offset in (-1, +1)
-        }
         sources = {Op.FORWARD: -1, **dict.fromkeys(INPUT_GRADS, +1)}
-        actions = self.program.actions()
-        return sum(crossed[sources[a.op]][a.stage] for a in actions if a.op in sources)
+        received = {
+            (op, stage)
+            for op, offset in sources.items()
+            for stage in range(placement.num_stages)
+            if (source := placement.neighbour(stage, offset)) is not None
+            and not placement.same_rank(stage, source)
+        }
+        return sum((act.op, act.stage) in received for act in self.program.actions())
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
@@ -177,16 +174,15 @@ class Simulation:
             return None
         return lower_bounds(
             self.costs,
-            ranks=self.program.num_ranks,
+            self.program.placement,
             microbatches=self.program.num_microbatches,
-            placement=self.program.placement,
             backward=self.program.has_backward,
         )
 
     @cached_property
     def causes(self) -> StepCauses:
         """The cause of each step's start."""
-        spans = self._spans()
+        spans = iter(self.trace.spans)
         return StepCauses(
             [
                 [tuple(next(spans) for _ in step.parts) for step in steps]
@@ -195,7 +191,6 @@ class Simulation:
             costs=self.costs,
             placement=self.program.placement,
             num_splits=self.program.num_splits,
-            name=self.program.name,
         )
 
     @cached_property
@@ -205,33 +200,36 @@ class Simulation:
         return self.causes.critical_path()
 
     def waited_for(self, span: Span) -> Action | None:
-        """The action that delayed a span after its rank was free.
-
-        Args:
-            span: a span of ``trace``.
+        """The action that delayed a span of ``trace`` after its rank was free.
 
         Returns:
             The action whose result the span waited for; None if the span started as soon as its
             rank had finished the previous step.
+
+        Raises:
+            ScheduleError: the program has no such action.
         """
-        return self.causes.waited_for(span.action)
+        try:
+            found = self.causes.waited_for(span.action)
+        except KeyError:
+            raise ScheduleError(f"{span.action} is not in program {self.program.name!r}") from None
+        return None if found is None else found.action
 
     @cached_property
     def trace(self) -> Trace:
         """Every action's time, by rank and start: the input of all pictures."""
+        spans = []
+        for rank, steps in enumerate(self.program.ranks):
+            actions = (part for step in steps for part in step.parts)
+            times = zip(actions, self.starts[rank], self.ends[rank], strict=True)
+            spans += [Span(rank=rank, action=act, start=a, end=b) for act, a, b in times]
         return Trace(
             name=self.program.name,
             num_ranks=self.program.num_ranks,
             unit="1",
-            spans=tuple(self._spans()),
+            spans=tuple(spans),
             overlapped_pairs=self.program.overlapped_pairs,
         )
-
-    def _spans(self) -> Iterator[Span]:
-        for rank, steps in enumerate(self.program.ranks):
-            actions: Iterable[Action] = (part for step in steps for part in step.parts)
-            for act, start, end in zip(actions, self.starts[rank], self.ends[rank], strict=True):
-                yield Span(rank=rank, action=act, start=start, end=end)
 
 
 def _idle_share(busy: float, whole: float) -> float:

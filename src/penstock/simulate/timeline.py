@@ -1,8 +1,8 @@
 """The times of a program under costs: steps and messages as the queues of one replay.
 
-Ids and the readiness rules are those of ``penstock.schedule.index``. A message is a delay between
-the sending action and the action that uses its value. A message that waits for other messages, or
-blocks its rank, has an id of its own, in a row after those of the actions:
+A message is a delay between the sending action and the action that uses its value. A message that
+waits for other messages, or blocks its rank, has an id of its own, in a row after those of the
+actions (``penstock.schedule.index``):
 
     rank 0         F0   F1   F2                     one message at a time: the channel between
     rank 0 → 1        ▬▬▬▬▬▬ ▬▬▬▬▬▬ ▬▬▬▬▬▬          two ranks is a queue
@@ -68,9 +68,11 @@ def play_timeline(
     costs.refuse_misfits(program.placement)
     timeline = _Timeline(program, costs)
     replay = timeline.replay(jitter, seed)
-    if timeline.repeats() or not replay.play():
-        raise _failure(program)
-    return *timeline.times(replay), timeline.ops <= COMPUTE
+    times = None if timeline.repeats() or not replay.play() else timeline.times(replay)
+    if times is None:
+        found = "\n  ".join(map(str, problems(program)))
+        raise ScheduleError(f"the program can't go on:\n  {found}")
+    return *times, timeline.ops <= COMPUTE
 
 
 class _Timeline:
@@ -195,10 +197,10 @@ class _Timeline:
     def replay(self, jitter: float = 0.0, seed: int = 0) -> DependencyReplay:
         """A replay of all queues, not played yet."""
         width, needs, durations = self.width, self.needs, self.durations
+        chunks = self.index.required_chunks()
         # Results that no action waits for need no record.
         needed = {row + offset // width for row, each in enumerate(needs) for offset, _ in each}
         needed |= {row + offset // width for row, (offset, _) in self.received.items()}
-        chunks = self.index.required_chunks()
         needed |= {other // width for other in chunks.values()}
         fulfilled = [
             tuple(offset for offset in offsets if row + offset // width in needed)
@@ -245,24 +247,17 @@ class _Timeline:
 
     def repeats(self) -> bool:
         """True if the program contains an action twice, by itself or as a part of another one."""
-        ops = self.index.op_and_stage
-        again = {row for row in self.rows_used if ops(row)[0] in WHOLE_STAGE}
-        ids = [each for each in self.ids if each // self.width not in again] if again else self.ids
-        seen = set(ids)
-        covering = [
-            (row, offset)
-            for row, offsets in enumerate(self.index.fulfilled())
-            for offset in offsets
-            if offset and {row, row + offset // self.width} <= self.rows_used
-        ]
-        return len(seen) < len(ids) or any(
-            each in seen and each + offset in seen
-            for row, offset in covering
-            for each in range(row * self.width, (row + 1) * self.width)
-        )
+        ids, halves = self.ids, {Op.INPUT_GRAD, Op.WEIGHT_GRAD}
+        if self.ops & WHOLE_STAGE or (Op.FULL_BACKWARD in self.ops and self.ops & halves):
+            table = self.index.fulfilled()
+            for row, (op, _) in enumerate(self.index.rows()):
+                table[row] = () if op in WHOLE_STAGE else table[row]
+            ids = [number + offset for number in ids for offset in table[number // self.width]]
+        return len(set(ids)) < len(ids)
 
-    def times(self, replay: DependencyReplay) -> tuple[RankTimes, RankTimes]:
-        """The starts and ends of the ranks' actions, after the replay."""
+    def times(self, replay: DependencyReplay) -> tuple[RankTimes, RankTimes] | None:
+        """The starts and ends of the ranks' actions, after the replay; None if a receive waits for
+        a message that no one sends."""
         num_ranks = self.program.num_ranks
         starts, ends = replay.starts[:num_ranks], replay.ends[:num_ranks]
         if self.started or not self.ops <= COMPUTE:
@@ -276,21 +271,14 @@ class _Timeline:
                 parts = chain.from_iterable(map(self.indexed.parts, self.queues[rank]))
                 for part, start, end in zip(parts, starts[rank], ends[rank], strict=True):
                     row, microbatch = divmod(part, self.width)
-                    if row >= self.num_rows:
-                        continue
                     if row in self.received:
                         offset, delay = self.received[row]
                         if replay.done[part + offset] < 0.0:
-                            raise _failure(self.program)
+                            return None
                         end = max(start, replay.done[part + offset] + delay)
-                    elif self.index.op_and_stage(row)[0] in HOST_TRANSFERS:
+                    elif row < self.num_rows and self.index.op_and_stage(row)[0] in HOST_TRANSFERS:
                         start, end = aside[self.started[row][0] * self.width + microbatch]
-                    shown.append((start, end))
+                    if row < self.num_rows:
+                        shown.append((start, end))
                 starts[rank], ends[rank] = [a for a, _ in shown], [b for _, b in shown]
         return tuple(map(tuple, starts)), tuple(map(tuple, ends))
-
-
-def _failure(program: Program) -> ScheduleError:
-    """The error for a program that repeats an action or deadlocks, from the checker."""
-    found = "\n  ".join(map(str, problems(program)))
-    return ScheduleError(f"the program can't go on:\n  {found}")
