@@ -15,8 +15,7 @@ from penstock.schedule.program import Program
 
 __all__ = ["Arrangement", "Family", "parse_options", "refuse_option", "refuse_sizes"]
 
-# A limit on the forwards of a program; with their backwards so many take 20 to 30 GB of memory. The
-# largest clusters run programs of some millions.
+# With their backwards so many take 20 to 30 GB of memory; the largest clusters run some millions.
 _MOST_FORWARDS = 10**8
 # Names of arguments that every schedule takes; no option can use them.
 _NO_OPTIONS = ("name", "ranks", "microbatches", "virtual")
@@ -95,8 +94,8 @@ class Family:
 
 
 def refuse_sizes(asker: str, **sizes: object) -> None:
-    """Raise a ScheduleError, in the name of ``asker``, for numbers of ranks, stages or microbatches
-    that are not positive integers, or whose product, the forwards, is too large."""
+    """Refuse, in the name of ``asker``, numbers of ranks, stages or microbatches that are not
+    positive integers, or whose product, the forwards, is too large."""
     numbers: list[int] = []
     for what, number in sizes.items():
         if not is_count(number):
@@ -105,10 +104,8 @@ def refuse_sizes(asker: str, **sizes: object) -> None:
             )
         numbers.append(number)
     if prod(numbers) > _MOST_FORWARDS:
-        raise ScheduleError(
-            f"{asker}: {' · '.join(sizes)} forwards, more than a machine holds; at most "
-            f"{_MOST_FORWARDS} can be planned"
-        )
+        forwards = f"{' · '.join(sizes)} forwards, more than a machine holds"
+        raise ScheduleError(f"{asker}: {forwards}; at most {_MOST_FORWARDS} can be planned")
 
 
 def refuse_option(

@@ -48,10 +48,7 @@ PerStage: TypeAlias = Sequence[float]
 def kind_needs(
     placement: Placement, delay: Callable[[int, int], float] | None = None
 ) -> tuple[tuple[tuple[int, float], ...], ...]:
-    """The required kinds of each kind, from the readiness rules.
-
-    ``delay`` gives the travel time of a result between two stages; None for no delay.
-    """
+    """The required kinds of each kind; ``delay`` gives the travel time between two stages."""
     stages = placement.num_stages
     return tuple(
         tuple(
@@ -94,11 +91,8 @@ class Policy(Protocol):
     """The choices of a list scheduler, by memory, priorities or other criteria."""
 
     def choose(self, rank: int, now: float, *, last: bool) -> tuple[int | None, float]:
-        """The kind that a free rank runs now; or None, and the time of its next turn.
-
-        A new result wakes a rank earlier. A time not after ``now`` requests another turn at
-        ``now``, after all other ranks, with ``last`` True.
-        """
+        """The kind that a free rank runs now; or None, and the time of its next turn, unless a new
+        result wakes it earlier. For ``now`` its turn comes after all other ranks, as ``last``."""
 
     def started(self, kind: int, rank: int, now: float, end: float) -> None:
         """Record that a kind starts at ``now`` and ends at ``end``."""
@@ -198,13 +192,7 @@ class ListScheduler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduled:
-    """A scheduled order and its times.
-
-    Args:
-        order: for each rank, its kinds in order.
-        makespan: the time from the first start to the last end.
-        span: the longest time from a rank's first start to its last end.
-    """
+    """A scheduled order, with its makespan and the longest span of a rank."""
 
     order: Sequence[Sequence[int]]
     makespan: float
@@ -251,9 +239,8 @@ def list_schedule(
 
     Example:
         >>> from penstock.schedule.placement import linear
-        >>> found = list_schedule(linear(1), [[0, 1, 0, 1]], limit=2)
-        >>> found.order, found.makespan
-        ([[0, 1, 0, 1, 2, 2]], 6.0)
+        >>> list_schedule(linear(1), [[0, 1, 0, 1]], limit=2).order
+        [[0, 1, 0, 1, 2, 2]]
     """
     stages = placement.num_stages
     forward, input_grad, weight_grad = costs or ((1.0,) * stages,) * 3

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action, Overlap, Step
+from penstock.schedule.action import Action, Op, Overlap, Step
 from penstock.schedule.placement import Placement
 from penstock.schedule.rules import BACKWARDS, SENDS
 
-__all__ = ["Program", "CheckedProgram", "refuse_no_program"]
+__all__ = ["Program", "CheckedProgram", "refuse_no_program", "refuse_present"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,4 +86,15 @@ def refuse_no_program(value: object, caller: str) -> None:
         raise ScheduleError(
             f"{caller} takes a program, not {value!r}; penstock.build({name!r}, ranks=..., "
             "microbatches=...) makes that of a schedule"
+        )
+
+
+def refuse_present(program: Program, ops: frozenset[Op], caller: str) -> None:
+    """Raise a ScheduleError if a program already has actions that a pass would insert."""
+    refuse_no_program(program, caller)
+    names = sorted({act.op.value for act in program.actions() if act.op in ops})
+    if names:
+        raise ScheduleError(
+            f"program {program.name!r} has {' and '.join(names)} already; take these actions out, "
+            f"or leave {caller} out"
         )

@@ -3,8 +3,7 @@
     step       0F1   3B0   1I2   1W2   2SEND_F0   0UNSHARD   (0F3;1B2)OVERLAP_F_B
     program    a line per rank, steps separated by commas; empty cells are idle time, and skipped
 
-``parse(format(p)) == p``, and trailing text is an error. This module does not validate programs;
-``penstock.schedule.check`` does.
+``parse(format(p)) == p``; programs are checked by ``penstock.schedule.check``.
 """
 
 from __future__ import annotations
@@ -43,20 +42,19 @@ _NAMES = {op.value: op for op in Op}
 _ACTION = re.compile(r"([0-9]{1,18})([A-Z](?:[A-Z_]*[A-Z])?)([0-9]{0,18})")
 
 _JSON_FORMAT = "penstock program 1"
+_TEXT = "a text", lambda value: isinstance(value, str)
 _COUNT = "a whole number from 1 on", is_count
+_NUMBERS = "a list of whole numbers", lambda value: _is_list(value, int)
+_TEXTS = (
+    "a list of texts for each rank",
+    lambda value: _is_list(value, list) and all(_is_list(row, str) for row in value),
+)
 # By field, a description and a test of its value.
 _JSON_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "format": ("a text", lambda value: isinstance(value, str)),
-    "name": ("a text", lambda value: isinstance(value, str)),
-    "num_microbatches": _COUNT,
-    "num_splits": _COUNT,
-    "num_ranks": _COUNT,
-    "copies": _COUNT,
-    "stage_ranks": ("a list of whole numbers", lambda value: _is_list(value, int)),
-    "ranks": (
-        "a list of texts for each rank",
-        lambda value: _is_list(value, list) and all(_is_list(row, str) for row in value),
-    ),
+    **dict.fromkeys(("format", "name"), _TEXT),
+    **dict.fromkeys(("num_microbatches", "num_splits", "num_ranks", "copies"), _COUNT),
+    "stage_ranks": _NUMBERS,
+    "ranks": _TEXTS,
 }
 
 # The most stages or microbatches that may be missing by mistake; the checker lists them.
@@ -72,10 +70,6 @@ def parse_action(text: str) -> Action:
 
     Raises:
         ScheduleError: the text is not an action.
-
-    Example:
-        >>> parse_action("2SEND_F0").op
-        <Op.SEND_F: 'SEND_F'>
     """
     match = _ACTION.fullmatch(text.strip())
     op = _NAMES.get(match[2]) if match else None
@@ -92,10 +86,6 @@ def parse_step(text: str) -> Step:
 
     Raises:
         ScheduleError: the text is not a step, or has trailing text.
-
-    Example:
-        >>> [str(a) for a in parse_step("(0F3;1B2)OVERLAP_F_B").parts]
-        ['0F3', '1B2']
     """
     stripped = text.strip()
     if not stripped.startswith("("):
@@ -155,10 +145,8 @@ def parse_csv(
     if placement is None:
         placement = _placement_of(ranks)
     elif len(ranks) != num_ranks:
-        raise ScheduleError(
-            f"{number_of(len(ranks), 'row')}; the placement has {number_of(num_ranks, 'rank')}, "
-            "and each takes a line"
-        )
+        on = number_of(num_ranks, "rank")
+        raise ScheduleError(f"{number_of(len(ranks), 'row')}; the placement has {on}")
     return Program(
         name=name,
         placement=placement,
@@ -282,10 +270,8 @@ def _refuse_far_counts(actions: int, **counts: int) -> None:
     """Refuse more stages or microbatches than the text could have actions for."""
     for thing, number in counts.items():
         if number > actions + _MAY_BE_MISSING:
-            raise ScheduleError(
-                f"{number_of(number, thing)} in a program of {number_of(actions, 'action')}; each "
-                "takes one at least"
-            )
+            has = number_of(actions, "action")
+            raise ScheduleError(f"{number_of(number, thing)} in a program of {has}")
 
 
 def _placement_of(ranks: Sequence[Sequence[Step]]) -> Placement:

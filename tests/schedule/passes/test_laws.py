@@ -197,7 +197,7 @@ def test_a_pass_over_a_checked_program_proves_nothing() -> None:
 
 def test_transfers_are_not_inserted_twice() -> None:
     lowered = insert_transfers(parse_csv("0F0\n1F0\n"))
-    with pytest.raises(ScheduleError, match="has transfers already; take its sends and"):
+    with pytest.raises(ScheduleError, match="has RECV_F and SEND_F already; take these"):
         insert_transfers(lowered)
 
 

@@ -31,15 +31,7 @@ __all__ = ["hanayo"]
 
 
 def hanayo(*, ranks: int, microbatches: int, virtual: int, waves: int | None = None) -> Program:
-    """Waves of stages down and up the ranks, so that a microbatch turns without a message.
-
-    Args:
-        virtual: stages per rank, twice the number of waves.
-        waves: number of waves, instead of ``virtual``.
-
-    Raises:
-        ScheduleError: ``virtual`` is not twice the waves.
-    """
+    """Waves of stages down and up the ranks, so that a microbatch turns without a message."""
     if waves is None:
         waves = virtual // 2
     refuse_option("hanayo", "waves", waves, 1)

@@ -57,14 +57,7 @@ def eager_1f1b(*, ranks: int, microbatches: int) -> Program:
 
 
 def seq1f1b(*, ranks: int, microbatches: int, splits: int = 2) -> Program:
-    """1F1B over chunks of sequences, for causal models: a smaller bubble, less memory.
-
-    Args:
-        splits: k, the number of chunks per sequence.
-
-    Raises:
-        ScheduleError: ``splits`` is not a whole number from 2 on.
-    """
+    """1F1B over chunks of sequences, for causal models: a smaller bubble, less memory."""
     refuse_option("seq1f1b", "splits", splits, 2)
     refuse_sizes("seq1f1b", ranks=ranks, microbatches=microbatches, splits=splits)
     rising = alternating("seq1f1b", linear(ranks), microbatches * splits, ahead=1, extra=splits - 1)

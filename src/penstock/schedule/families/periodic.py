@@ -34,12 +34,8 @@ _NEAR = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeriodicPattern:
-    """The starts of one microbatch's actions.
-
-    Args:
-        period: time from one microbatch to the next.
-        starts: for each kind (see ``penstock.schedule.list_schedule``), its start in microbatch 0.
-    """
+    """For each kind (see ``list_schedule``), its start in microbatch 0, and the time from one
+    microbatch to the next."""
 
     period: float
     starts: tuple[float, ...]
@@ -62,11 +58,7 @@ class PeriodicPattern:
 
 
 class PeriodicSlots:
-    """The busy time of a rank, modulo a period.
-
-    Attributes:
-        busy: the busy intervals of the period, as sorted (start, end) pairs; no two touch.
-    """
+    """The busy intervals of a rank modulo a period: sorted (start, end) pairs; no two touch."""
 
     def __init__(self, period: float) -> None:
         self._period = period
@@ -106,17 +98,9 @@ def chain_pattern(
 ) -> PeriodicPattern:
     """A pattern for a microbatch that passes all stages and back, each action as early as possible.
 
-    A forward and an input gradient take 1 each, a full backward takes 2.
-
-    Args:
-        placement: the rank of every stage.
-        gaps: for each action after the first (forwards of stages 0, 1, ..., then backwards of ...,
-            1, 0), the least time between the start of the previous action and its own.
-        period: the time from one microbatch to the next.
-        full: True for full backwards.
-
-    Raises:
-        ScheduleError: the period is too short for the actions of a rank.
+    A forward and an input gradient take 1 each, a full backward takes 2. ``gaps`` are the least
+    times from the start of each action (forwards of stages 0, 1, ..., then backwards of ..., 1, 0)
+    to that of the next. A period too short for the actions of a rank is a ScheduleError.
     """
     stages = placement.num_stages
     busy = [[False] * period for _ in range(placement.num_ranks)]

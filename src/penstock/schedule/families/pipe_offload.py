@@ -32,7 +32,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.schedule.families.common import program_of
-from penstock.schedule.families.generalized_interleaved import gis
+from penstock.schedule.families.interleaved import gis
 from penstock.schedule.families.periodic import PeriodicPattern, chain_pattern
 from penstock.schedule.passes import offload
 from penstock.schedule.placement import Placement, looped
@@ -42,15 +42,7 @@ __all__ = ["po_f", "po_h"]
 
 
 def po_h(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Program:
-    """Interleaved, the activations of the earlier stages offloaded to the host.
-
-    Args:
-        virtual: stages per rank; of an odd number, the greater half.
-        ahead: the number of computations between a reload and its backward.
-
-    Raises:
-        ScheduleError: ``ahead`` is below 1.
-    """
+    """Interleaved, the activations of the earlier stages offloaded to the host."""
     placement = looped(ranks, virtual)
     stages = placement.num_stages
     # A weight gradient follows its input gradient.
@@ -64,14 +56,7 @@ def po_h(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Prog
 
 
 def po_f(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Program:
-    """GIS, all activations offloaded to the host.
-
-    Args:
-        ahead: the number of computations between a reload and its backward.
-
-    Raises:
-        ScheduleError: ``ahead`` is below 1.
-    """
+    """GIS, all activations offloaded to the host."""
     program = gis(ranks=ranks, microbatches=microbatches, virtual=virtual)
     return replace(offload(program, ahead=ahead), name="po-f")
 

@@ -16,9 +16,8 @@ from penstock.schedule.families.chimera import chimera
 from penstock.schedule.families.chimera import nearest as nearest_chimera
 from penstock.schedule.families.dualpipe import dualpipe, dualpipev
 from penstock.schedule.families.dualpipe import nearest as nearest_dualpipe
-from penstock.schedule.families.generalized_interleaved import gis, gis_h
 from penstock.schedule.families.hanayo import hanayo
-from penstock.schedule.families.interleaved_1f1b import interleaved_1f1b
+from penstock.schedule.families.interleaved import gis, gis_h, interleaved_1f1b
 from penstock.schedule.families.one_f_one_b import eager_1f1b, one_f_one_b, seq1f1b
 from penstock.schedule.families.pipe_offload import po_f, po_h
 from penstock.schedule.families.v_patterns import one_f_one_b_v, v_half, v_min, v_zb

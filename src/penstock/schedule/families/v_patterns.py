@@ -75,15 +75,7 @@ def v_zb(*, ranks: int, microbatches: int) -> Program:
 
 
 def one_f_one_b_v(*, ranks: int, microbatches: int, limit: int | None = None) -> Program:
-    """1F1B over a V-shape, with whole backwards, in two thirds of its memory.
-
-    Args:
-        limit: the most activations that a rank may hold; None for 2⌊(2P + 2) / 3⌋. At most one
-            more is used.
-
-    Raises:
-        ScheduleError: ``limit`` is below 2⌊(2P + 2) / 3⌋.
-    """
+    """1F1B over a V-shape, with whole backwards, in two thirds of its memory."""
     least = 2 * ((2 * ranks + 2) // 3)
     limit = least if limit is None else limit
     refuse_option("1f1b-v", "limit", limit, least)

@@ -46,23 +46,12 @@ _WARMUPS = ((1.0, None), (1.0, 0), (1.5, None), (2.0, None), (2.0, 0), (3.0, 0))
 
 
 def zb_1p(*, ranks: int, microbatches: int, **costs: float | Sequence[float]) -> Program:
-    """Zero bubble searched for given costs, in the memory of P activations.
-
-    Args:
-        costs: ``forward``, ``input_grad`` and ``weight_grad``, each one number or one per stage;
-            1 by default.
-
-    Raises:
-        ScheduleError: a cost that is not a finite number from 0 on, or not one per stage.
-    """
+    """Zero bubble searched for given costs, in the memory of P activations."""
     return _best("zb-1p", ranks, microbatches, ranks, **costs)
 
 
 def zb_2p(*, ranks: int, microbatches: int, **costs: float | Sequence[float]) -> Program:
-    """Zero bubble searched for given costs, in the memory of 2P activations.
-
-    Takes the arguments of ``zb_1p``.
-    """
+    """Zero bubble searched for given costs, in the memory of 2P activations."""
     return _best("zb-2p", ranks, microbatches, 2 * ranks, **costs)
 
 
@@ -104,8 +93,10 @@ def _best(
 
 
 def _least(microbatches: int, costs: _Costs) -> tuple[float, float]:
-    """A lower bound on makespan and span: no rank has less work, or starts before the forwards
-    ahead of it. Zeros for fractions, since their sums depend on the order."""
+    """A lower bound on makespan and span: the work of a rank, after the forwards of earlier ones.
+
+    Zeros for fractions, since their sums depend on the order.
+    """
     if not all(cost.is_integer() for kind in costs for cost in kind):
         return 0.0, 0.0
     work = [microbatches * sum(each) for each in zip(*costs, strict=True)]
@@ -146,6 +137,6 @@ def _per_stage(name: str, kind: str, given: float | Sequence[float], ranks: int)
         )
     for each in numbers:
         real = isinstance(each, (int, float)) and not isinstance(each, bool)
-        if not real or not math.isfinite(each) or each < 0:
+        if not (real and 0 <= each < inf):
             raise ScheduleError(f"{name}: {kind}={each!r} must be a finite number from 0 on")
-    return tuple(float(each) for each in numbers)
+    return tuple(map(float, numbers))

@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from itertools import chain
+from itertools import chain, islice
 
-from penstock.errors import InternalError, ScheduleError
+from penstock.errors import InternalError
 from penstock.schedule.action import Op, Step, action
 from penstock.schedule.channels import TWO_WAY, Channels, blocking_replay
 from penstock.schedule.check import check
 from penstock.schedule.index import IndexedProgram, index_program
-from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
+from penstock.schedule.program import CheckedProgram, Program, refuse_present
 from penstock.schedule.replay import replay_of
 from penstock.schedule.rules import COMPUTE, TRANSFERS
 
@@ -58,12 +58,7 @@ def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Progr
         0RECV_B0,0F0,0SEND_F0,0B0
         1RECV_F0,1F0,1B0,1SEND_B0
     """
-    refuse_no_program(program, "insert_transfers()")
-    if any(act.op in TRANSFERS for act in program.actions()):
-        raise ScheduleError(
-            f"program {program.name!r} has transfers already; take its sends and receives out, or "
-            "leave this pass out"
-        )
+    refuse_present(program, TRANSFERS, "insert_transfers()")
     if not isinstance(program, CheckedProgram):
         check(program)
     computed = index_program(program)
@@ -179,26 +174,18 @@ def _in_one_order(computed: IndexedProgram) -> list[list[int]]:
     replay = replay_of(computed, index.required(), durations=units)
     ended = replay.play()
     assert ended, "only a program that runs to its end is given transfers"
-    # For each rank its transfers: the time, the message (to break ties), the transfer.
-    transfers: list[list[tuple[float, int, int]]] = [[] for _ in computed.queues]
+    # For each rank its steps and transfers by time: a step comes after the messages sent before its
+    # start, messages of the same time by number.
+    events: list[list[tuple[float, int, int, int]]] = [[] for _ in computed.queues]
     for rank, queue in enumerate(computed.queues):
-        for step in queue:
-            for part in computed.parts(step):
+        starts = iter(replay.starts[rank])
+        for place, step in enumerate(queue):
+            parts = computed.parts(step)
+            start, *_ = islice(starts, len(parts))
+            events[rank].append((start, 1, place, step))
+            for part in parts:
                 for to_send, to_receive, target in sends[part // width]:
                     end, message = replay.done[part], part + to_receive
-                    transfers[rank].append((end, message, part + to_send))
-                    transfers[target].append((end, message, message))
-    queues = []
-    for rank, queue in enumerate(computed.queues):
-        # Each step comes after the transfers of messages sent before its start.
-        merged: list[int] = []
-        coming = sorted(transfers[rank], reverse=True)
-        first = 0
-        for step in queue:
-            start = replay.starts[rank][first]
-            first += len(computed.parts(step))
-            while coming and coming[-1][0] <= start:
-                merged.append(coming.pop()[2])
-            merged.append(step)
-        queues.append(merged + [transfer for _, _, transfer in reversed(coming)])
-    return queues
+                    events[rank].append((end, 0, message, part + to_send))
+                    events[target].append((end, 0, message, message))
+    return [[number for *_, number in sorted(each)] for each in events]
