@@ -55,14 +55,14 @@ def blocking_replay(
 ) -> DependencyReplay:
     """A replay, not played yet, in which sends block if the program has ``transfers``."""
     if not transfers:
-        return replay_of(program, program.index.required())
+        return replay_of(program, program.required())
     more = _earlier_receives(program) if channels.per_pair else None
-    return replay_of(program, program.index.blocking(), more=more)
+    return replay_of(program, program.blocking(), more=more)
 
 
 def _earlier_receives(program: IndexedProgram) -> dict[int, tuple[int, ...]]:
     """For each send, the message of the last receive before it on the same pair of ranks."""
-    transfers, width = program.index.transfers(), program.index.num_microbatches
+    transfers, width = program.transfers(), program.num_microbatches
     found: dict[int, tuple[int, ...]] = {}
     # By rank and peer, the message of the last receive.
     awaited: dict[tuple[int, int], int] = {}
@@ -82,7 +82,7 @@ def message_orders(program: IndexedProgram) -> dict[tuple[int, int], tuple[list[
     orders: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
     # By row: the list that a transfer belongs to, and the offset to the receive.
     lists: list[tuple[list[int], int] | None] = []
-    for transfer in program.index.transfers():
+    for transfer in program.transfers():
         if transfer is None:
             lists.append(None)
         elif transfer.is_send:
@@ -91,7 +91,7 @@ def message_orders(program: IndexedProgram) -> dict[tuple[int, int], tuple[list[
         else:
             _, posted = orders.setdefault((transfer.peer, transfer.rank), ([], []))
             lists.append((posted, 0))
-    width = program.index.num_microbatches
+    width = program.num_microbatches
     for number in chain(*program.queues):
         entry = lists[number // width] if number >= 0 else None
         if entry is not None:
@@ -124,13 +124,13 @@ def acknowledgements(program: Program, rank: int) -> dict[Action, int]:
         {'0B0': 1, '0B1': 2, '0B2': 3}
     """
     indexed = index_program(program)
-    index, width = indexed.index, program.num_microbatches
-    ops = [op for op, _ in index.rows()]
+    width = program.num_microbatches
+    ops = [op for op, _ in indexed.rows()]
     # By row: the receiving rank of a send, and the offsets of the sends that an action waits for.
-    target = [t.peer if t is not None and t.is_send else None for t in index.transfers()]
+    target = [t.peer if t is not None and t.is_send else None for t in indexed.transfers()]
     awaited = [
         [offset for offset in offsets if ops[(row * width + offset) // width] in SENDS]
-        for row, offsets in enumerate(index.blocking())
+        for row, offsets in enumerate(indexed.blocking())
     ]
     orders = [[part for step in queue for part in indexed.parts(step)] for queue in indexed.queues]
     # By send of a peer: the number of this rank's messages that the peer has waited for by then.
@@ -146,7 +146,7 @@ def acknowledgements(program: Program, rank: int) -> dict[Action, int]:
                 # Messages between two ranks arrive in order, so one acknowledges all earlier ones.
                 known = max(known, place.get(number + offset, 0))
     return {
-        index.action(number): arrived.get(number + offset, 0)
+        indexed.action(number): arrived.get(number + offset, 0)
         for number in orders[rank]
         for offset in awaited[number // width]
     }

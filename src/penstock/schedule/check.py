@@ -27,7 +27,7 @@ from typing import TypeAlias
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Action, Op, Step, action
 from penstock.schedule.channels import TWO_WAY, Channels, blocking_replay, message_orders
-from penstock.schedule.index import ActionIndex, IndexedProgram, faults, index_program
+from penstock.schedule.index import IndexedProgram, faults, index_program
 from penstock.schedule.messages import Problem, number_of
 from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
 from penstock.schedule.replay import DependencyReplay
@@ -110,18 +110,17 @@ def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, .
         indexed = index_program(program)
     except ScheduleError:
         return tuple(faults(program))
-    index = indexed.index
     seen, repeated = _tally(indexed)
-    expected = _expected(index, seen)
+    expected = _expected(indexed, seen)
     if repeated or seen != expected:
-        return tuple(_count_problems(program, index, seen, expected))
-    used = {op for op in Op if 1 in seen[index.section(op)]}
+        return tuple(_count_problems(program, indexed, seen, expected))
+    used = {op for op in Op if 1 in seen[indexed.section(op)]}
     transfers = not used.isdisjoint(TRANSFERS)
     if transfers:
         found += _order_problems(program, indexed)
     replay = blocking_replay(indexed, channels, transfers=transfers)
     if not replay.play():
-        found += _stuck_problems(program, replay, index)
+        found += _stuck_problems(program, replay, indexed)
     if not used.isdisjoint(_STATES.keys() - BACKWARDS):
         found += _state_problems(program)
     if Op.REDUCE_GRAD in used:
@@ -195,41 +194,41 @@ def _sizes(program: Program) -> Iterator[str]:
 
 def _tally(program: IndexedProgram) -> tuple[bytearray, bool]:
     """A mark for every id that occurs, and True if one occurs too often."""
-    seen, count = bytearray(program.index.size), 0
+    seen, count = bytearray(program.size), 0
     for number in program.ids():
         seen[number] = 1
         count += 1
     if seen.count(1) == count:
         return seen, False
     repeated = (number for number, times in Counter(program.ids()).items() if times > 1)
-    return seen, any(program.index.action(number).op not in _REPEATABLE for number in repeated)
+    return seen, any(program.action(number).op not in _REPEATABLE for number in repeated)
 
 
-def _expected(index: ActionIndex, seen: bytearray) -> bytearray:
+def _expected(indexed: IndexedProgram, seen: bytearray) -> bytearray:
     """A mark for every id that must occur, given the ids that do."""
-    expected, passing = seen[:], index.passing()
-    expected[index.section(Op.FORWARD)] = passing
+    expected, passing = seen[:], indexed.passing()
+    expected[indexed.section(Op.FORWARD)] = passing
     # Byte strings of 0 and 1 as big integers, so that each operation covers all ids at once.
     each = int.from_bytes(passing)
-    full, input_grad, weight_grad = (int.from_bytes(seen[index.section(op)]) for op in _BACKWARDS)
+    full, input_grad, weight_grad = (int.from_bytes(seen[indexed.section(op)]) for op in _BACKWARDS)
     split = each & (input_grad | weight_grad) & ~full
     has_backward = bool(full | input_grad | weight_grad)
     if has_backward:
         for op, numbers in zip(_BACKWARDS, (each & ~split, split, split), strict=True):
-            expected[index.section(op)] = numbers.to_bytes(len(passing))
-    if any(1 in seen[index.section(op)] for op in TRANSFERS):
-        size = index.num_microbatches
-        for (op, stage), transfer in zip(index.rows(), index.transfers(), strict=True):
+            expected[indexed.section(op)] = numbers.to_bytes(len(passing))
+    if any(1 in seen[indexed.section(op)] for op in TRANSFERS):
+        size = indexed.num_microbatches
+        for (op, stage), transfer in zip(indexed.rows(), indexed.transfers(), strict=True):
             if op in TRANSFERS:
                 needed = transfer is not None and (has_backward or op in (Op.SEND_F, Op.RECV_F))
                 row = passing[stage * size : (stage + 1) * size] if needed else bytes(size)
-                start = index.id(op, stage)
+                start = indexed.id(op, stage)
                 expected[start : start + size] = row
     return expected
 
 
 def _count_problems(
-    program: Program, index: ActionIndex, seen: bytearray, expected: bytearray
+    program: Program, indexed: IndexedProgram, seen: bytearray, expected: bytearray
 ) -> Iterator[Problem]:
     """The duplicate, missing and superfluous actions."""
     places: dict[Action, _Place] = {}
@@ -240,7 +239,7 @@ def _count_problems(
     for number, (has, wants) in enumerate(zip(seen, expected, strict=True)):
         if has == wants:
             continue
-        act = index.action(number)
+        act = indexed.action(number)
         full = action(act.stage, Op.FULL_BACKWARD, act.microbatch)
         if has:
             why = "another rank needs" if act.op in TRANSFERS else f"{full} has not done"
@@ -259,7 +258,7 @@ def _order_problems(program: Program, indexed: IndexedProgram) -> Iterator[Probl
         if sent == posted:
             continue
         k = next(k for k, ends in enumerate(zip(sent, posted, strict=True)) if ends[0] != ends[1])
-        receive, expected = indexed.index.action(posted[k]), indexed.index.action(sent[k])
+        receive, expected = indexed.action(posted[k]), indexed.action(sent[k])
         message = (
             f"{receive} is posted as number {k} of the messages from rank {source}; post "
             f"{expected} here, which rank {source} sends as number {k}, so that both ends have "
@@ -269,7 +268,7 @@ def _order_problems(program: Program, indexed: IndexedProgram) -> Iterator[Probl
 
 
 def _stuck_problems(
-    program: Program, replay: DependencyReplay, index: ActionIndex
+    program: Program, replay: DependencyReplay, indexed: IndexedProgram
 ) -> Iterator[Problem]:
     """The wait of each rank in a deadlocked replay: first the prerequisites that come only later
     on the same rank, or nowhere, then the results of other ranks."""
@@ -283,7 +282,7 @@ def _stuck_problems(
         if awaited is None:
             continue
         here = rank, replay.positions[rank]
-        needed = index.action(awaited)
+        needed = indexed.action(awaited)
         wanted, (other, there) = providers.get(needed, (needed, (rank, None)))
         step = program.ranks[rank][here[1]]
         if other == rank:

@@ -34,17 +34,16 @@ from penstock.schedule.rules import (
     required,
 )
 
-__all__ = ["ActionIndex", "IndexedProgram", "Offsets", "Transfer", "faults", "index_program"]
+__all__ = ["IndexedProgram", "Offsets", "Transfer", "faults", "index_program"]
 
 Offsets: TypeAlias = list[tuple[int, ...]]
 """By row, offsets from the id of an action to related ids."""
 
 _OPS = tuple(Op)
 _NUMBER = {op: number for number, op in enumerate(_OPS)}
-_RECEIVE_OF = {send: receive for receive, send in SEND_OF.items()}
-# Offset from the stage of a transfer to the stage at its other end.
-_TO_PEER = {receive: offset for (_, offset), receive in RECEIVE_FOR.items()}
-_TO_PEER |= {SEND_OF[receive]: -offset for receive, offset in _TO_PEER.items()}
+# By transfer, the op at its other end, and the offset to the stage there.
+_PEERS = {receive: (SEND_OF[receive], offset) for (_, offset), receive in RECEIVE_FOR.items()}
+_PEERS |= {send: (receive, -offset) for receive, (send, offset) in _PEERS.items()}
 
 
 class Transfer(NamedTuple):
@@ -57,24 +56,34 @@ class Transfer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActionIndex:
-    """The ids of all possible actions for a placement and a number of microbatches.
+class IndexedProgram:
+    """A program as ids.
 
     Args:
-        placement: the rank of every stage.
-        num_microbatches: microbatches per step, at least 1.
-        num_splits: sequence chunks per microbatch.
+        placement, num_microbatches, num_splits: those of the program.
+        queues: for each rank the ids of its steps; ``~i`` stands for overlapped pair i.
+        overlapped: for each overlapped pair the ids of its actions.
 
     Example:
-        >>> from penstock.schedule.placement import linear
-        >>> index = ActionIndex(placement=linear(2), num_microbatches=4)
-        >>> index.id(Op.FORWARD, 1, 3), str(index.action(7)), index.required()[1]
-        (7, '1F3', (-4,))
+        >>> from penstock.schedule.text import parse_csv
+        >>> indexed = index_program(parse_csv("0F0,0F1\\n1F0,1F1\\n"))
+        >>> indexed.queues, str(indexed.action(3)), indexed.required()[1]
+        ([[0, 1], [2, 3]], '1F1', (-2,))
     """
 
     placement: Placement
     num_microbatches: int
-    num_splits: int = 1
+    num_splits: int
+    queues: list[list[int]]
+    overlapped: list[tuple[int, ...]]
+
+    def parts(self, step: int) -> tuple[int, ...]:
+        """The ids of a step's actions."""
+        return (step,) if step >= 0 else self.overlapped[~step]
+
+    def ids(self) -> Iterator[int]:
+        """The id of every action, those of overlapped pairs last."""
+        return chain(filter((0).__le__, chain.from_iterable(self.queues)), *self.overlapped)
 
     @property
     def num_rows(self) -> int:
@@ -124,17 +133,12 @@ class ActionIndex:
         return self.id(*to) - self.id(op, stage)
 
     def peer(self, op: Op, stage: int) -> tuple[Op, int] | None:
-        """The op and stage at the other end of a transfer.
-
-        None if ``op`` is not a transfer, or if the other stage does not exist or is on the same
-        rank.
-        """
-        if op not in _TO_PEER:
-            return None
-        other = self.placement.neighbour(stage, _TO_PEER[op])
+        """The op and stage at the other end of a transfer; None without one on another rank."""
+        there, offset = _PEERS.get(op, (op, 0))
+        other = self.placement.neighbour(stage, offset)
         if other is None or self.placement.same_rank(stage, other):
             return None
-        return SEND_OF.get(op) or _RECEIVE_OF[op], other
+        return there, other
 
     def transfers(self) -> list[Transfer | None]:
         """By row, its transfer; None for other rows."""
@@ -206,7 +210,7 @@ class ActionIndex:
         table: list[list[tuple[int, int, int]]] = []
         for op, stage in self.rows():
             table.append([])
-            for send in _RECEIVE_OF:
+            for send in SENDS:
                 peer = self.peer(send, stage)
                 if peer is not None and REQUIRES[send][0][0] in (op, *COVERS.get(op, ())):
                     to_send = self.offset(op, stage, (send, stage))
@@ -215,62 +219,39 @@ class ActionIndex:
         return table
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexedProgram:
-    """A program as ids.
-
-    Args:
-        index: the ids.
-        queues: for each rank the ids of its steps; ``~i`` stands for overlapped pair i.
-        overlapped: for each overlapped pair the ids of its actions.
-    """
-
-    index: ActionIndex
-    queues: list[list[int]]
-    overlapped: list[tuple[int, ...]]
-
-    def parts(self, step: int) -> tuple[int, ...]:
-        """The ids of a step's actions."""
-        return (step,) if step >= 0 else self.overlapped[~step]
-
-    def ids(self) -> Iterator[int]:
-        """The id of every action, those of overlapped pairs last."""
-        return chain(filter((0).__le__, chain.from_iterable(self.queues)), *self.overlapped)
-
-
 def index_program(program: Program) -> IndexedProgram:
     """Encode a program, right or wrong in its order, as ids.
 
     Raises:
         ScheduleError: an action is invalid at any position on its rank (see ``faults``).
     """
-    index = ActionIndex(
+    indexed = IndexedProgram(
         placement=program.placement,
         num_microbatches=program.num_microbatches,
         num_splits=program.num_splits,
+        queues=[],
+        overlapped=[],
     )
-    overlapped: list[tuple[int, ...]] = []
-    queues = []
     for rank, steps in enumerate(program.ranks):
-        queue = _index_rank(steps, _valid_rows(index, rank), overlapped)
+        queue = _index_rank(steps, _valid_rows(indexed, rank), indexed.overlapped)
         if queue is None:
             fault = next(each for each in faults(program) if each.rank == rank)
             raise ScheduleError(fault.message, where=Where(rank=rank, action=fault.action))
-        queues.append(queue)
-    return IndexedProgram(index=index, queues=queues, overlapped=overlapped)
+        indexed.queues.append(queue)
+    return indexed
 
 
 _Rows: TypeAlias = dict[Op, dict[int, tuple[int, Sequence[int | None]]]]
 """By op and stage, the id of microbatch 0, and the valid microbatches."""
 
 
-def _valid_rows(index: ActionIndex, rank: int) -> _Rows:
-    placement, rows = index.placement, _Rows()
+def _valid_rows(program: IndexedProgram, rank: int) -> _Rows:
+    placement, rows = program.placement, _Rows()
     for op in Op:
         rows[op] = {}
         for stage in placement.stages_of(rank):
-            passing = placement.passing(stage, index.num_microbatches)
-            rows[op][stage] = index.id(op, stage), (None,) if op in WHOLE_STAGE else passing
+            passing = placement.passing(stage, program.num_microbatches)
+            rows[op][stage] = program.id(op, stage), (None,) if op in WHOLE_STAGE else passing
     return rows
 
 

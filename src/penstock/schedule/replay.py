@@ -34,16 +34,16 @@ def replay_of(
     ``required`` gives the offsets of the prerequisites by row, ``more`` further ids that must be
     complete by id, ``durations`` the times by row. Sequence chunks wait for each other, too.
     """
-    extra = {number: (other,) for number, other in program.index.required_chunks().items()}
+    extra = {number: (other,) for number, other in program.required_chunks().items()}
     for number, others in (more or {}).items():
         extra[number] = (*extra.get(number, ()), *others)
     return DependencyReplay(
         program.queues,
         program.overlapped,
-        num_ids=program.index.size,
-        width=program.index.num_microbatches,
+        num_ids=program.size,
+        width=program.num_microbatches,
         needs=[tuple((offset, 0.0) for offset in row) for row in required],
-        fulfilled=program.index.fulfilled(),
+        fulfilled=program.fulfilled(),
         more=extra,
         durations=durations,
     )

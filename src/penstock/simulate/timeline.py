@@ -81,7 +81,7 @@ class _Timeline:
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program, self.costs = program, costs
         self.indexed = index_program(program)
-        self.index, self.width = self.indexed.index, program.num_microbatches
+        self.index, self.width = self.indexed, program.num_microbatches
         self.ids = list(self.indexed.ids())
         self.rows_used = set(map(self.width.__rfloordiv__, self.ids))
         self.ops = {self.index.op_and_stage(row)[0] for row in self.rows_used}

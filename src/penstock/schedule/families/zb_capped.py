@@ -107,11 +107,11 @@ def _least(microbatches: int, costs: _Costs) -> tuple[float, float]:
 def _timed(program: Program, costs: _Costs) -> Scheduled:
     """A program of another family, with its times."""
     indexed = index_program(program)
-    durations = [0.0] * indexed.index.num_rows
+    durations = [0.0] * indexed.num_rows
     for op, per_stage in zip(KIND_OPS, costs, strict=True):
         for stage, cost in enumerate(per_stage):
-            durations[indexed.index.row(op, stage)] = cost
-    replay = replay_of(indexed, indexed.index.required(), durations=durations)
+            durations[indexed.row(op, stage)] = cost
+    replay = replay_of(indexed, indexed.required(), durations=durations)
     replay.play()
     spans = (ends[-1] - starts[0] for starts, ends in zip(replay.starts, replay.ends, strict=True))
     return Scheduled(

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from dataclasses import replace
 from itertools import chain, islice
 
 from penstock.errors import InternalError
@@ -63,11 +64,11 @@ def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Progr
         check(program)
     computed = index_program(program)
     queues = _in_one_order(computed) if channels.per_pair else _just_ahead(computed)
-    index, width = computed.index, program.num_microbatches
+    width = program.num_microbatches
     # By row of transfers, its actions.
     rows = [
         None if transfer is None else [action(stage, op, number) for number in range(width)]
-        for (op, stage), transfer in zip(index.rows(), index.transfers(), strict=True)
+        for (op, stage), transfer in zip(computed.rows(), computed.transfers(), strict=True)
     ]
     ranks = []
     for steps, queue in zip(program.ranks, queues, strict=True):
@@ -81,9 +82,8 @@ def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Progr
 
 def _just_ahead(computed: IndexedProgram) -> list[list[int]]:
     """For each rank its ids, with each receive one step ahead, or earlier if necessary."""
-    index, width = computed.index, computed.index.num_microbatches
-    receives, sends = index.receives(), index.sends()
-    computes = [op in COMPUTE for op, _ in index.rows()]
+    width, receives, sends = computed.num_microbatches, computed.receives(), computed.sends()
+    computes = [op in COMPUTE for op, _ in computed.rows()]
     # The place of each receive, and the receives of directed pairs of ranks by order of sending.
     post_at: dict[int, int] = {}
     messages: dict[tuple[int, int], list[int]] = {}
@@ -119,9 +119,7 @@ def _just_ahead(computed: IndexedProgram) -> list[list[int]]:
                 for offset, _, _ in sends[part // width]:
                     merged.append(part + offset)
         queues.append(merged)
-    return _without_deadlock(
-        IndexedProgram(index=index, queues=queues, overlapped=computed.overlapped)
-    )
+    return _without_deadlock(replace(computed, queues=queues))
 
 
 def _without_deadlock(placed: IndexedProgram) -> list[list[int]]:
@@ -131,11 +129,9 @@ def _without_deadlock(placed: IndexedProgram) -> list[list[int]]:
     the current step of the receiving rank. The lowest blocked rank is unblocked first, so that the
     result does not depend on the order of the replay.
     """
-    width = placed.index.num_microbatches
+    width = placed.num_microbatches
     # By row of receives, the rank that posts the receive.
-    posts = [
-        None if each is None or each.is_send else each.rank for each in placed.index.transfers()
-    ]
+    posts = [None if each is None or each.is_send else each.rank for each in placed.transfers()]
     replay = blocking_replay(placed, TWO_WAY, transfers=True)
     # By rank and place in its queue, the receives moved there.
     moved: defaultdict[int, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -169,9 +165,9 @@ def _without_deadlock(placed: IndexedProgram) -> list[list[int]]:
 
 def _in_one_order(computed: IndexedProgram) -> list[list[int]]:
     """For each rank its ids with transfers, in one order at both ends of each pair of ranks."""
-    index, width, sends = computed.index, computed.index.num_microbatches, computed.index.sends()
-    units = [_UNITS.get(op, 0) for op, _ in index.rows()]
-    replay = replay_of(computed, index.required(), durations=units)
+    width, sends = computed.num_microbatches, computed.sends()
+    units = [_UNITS.get(op, 0) for op, _ in computed.rows()]
+    replay = replay_of(computed, computed.required(), durations=units)
     ended = replay.play()
     assert ended, "only a program that runs to its end is given transfers"
     # For each rank its steps and transfers by time: a step comes after the messages sent before its
