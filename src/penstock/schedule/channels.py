@@ -115,13 +115,6 @@ def acknowledgements(program: Program, rank: int) -> dict[Action, int]:
     Returns:
         For each computation of ``rank`` that waits for a message: the number of this rank's sends
         to the message's sender, from the step's start, that are known to have arrived.
-
-    Example:
-        >>> from penstock.schedule.passes import lower
-        >>> from penstock.schedule.registry import build
-        >>> program = lower(build("1f1b", ranks=2, microbatches=3))
-        >>> {str(a): n for a, n in acknowledgements(program, 0).items()}
-        {'0B0': 1, '0B1': 2, '0B2': 3}
     """
     indexed = index_program(program)
     width = program.num_microbatches

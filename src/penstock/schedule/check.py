@@ -13,8 +13,7 @@ Proven of a checked program:
 - activations are present when the backward needs them, after recomputation or reload if any;
 - gradients are reduced after the last weight gradient, once, for all stages or for none.
 
-So every received value is used, and can be freed, exactly once. Only an invalid program is examined
-action by action, to locate the problem.
+So every received value is used, and can be freed, exactly once.
 """
 
 from __future__ import annotations
@@ -58,15 +57,14 @@ def check(program: Program, channels: Channels = TWO_WAY) -> CheckedProgram:
 
     Args:
         program: any program, with or without transfers.
-        channels: the channels of messages; by default one channel per direction, on which a send
-            blocks until its receive is posted, as the runtime requires.
+        channels: the channels of messages; by default those that the runtime requires.
 
     Returns:
         The same program, as the type that runs.
 
     Raises:
         ScheduleError: the program has problems, or is not a ``Program``. The message lists the
-            first twenty problems and counts the rest; the error's place is that of the first.
+            first twenty problems; the error's place is that of the first.
 
     Example:
         >>> from penstock.schedule.text import parse_csv

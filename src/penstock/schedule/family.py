@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
@@ -47,13 +48,13 @@ class Family:
         default_virtual: stages per rank by default.
         virtuals: the supported numbers of stages per rank, rising; None for any.
         summary: a one-line summary.
-        doc: a longer description: timeline, formulas, source.
         source: the publication of the method.
         aliases: other names.
         options: the builder's further arguments: for each name, a line about it.
         any_option: True if options of any other name are accepted.
         rule: the supported ranks P and microbatches M, in words; empty for all.
         splits_sequences: True if its programs split sequences (``Program.num_splits``).
+        doc: a longer description: timeline, formulas, source.
         nearest: a function from ranks and microbatches to the nearest supported numbers.
     """
 
@@ -135,15 +136,8 @@ def parse_options(texts: Iterable[str]) -> dict[str, object]:
             raise ScheduleError(f"option {text!r}: expected NAME=VALUE, such as group=4")
         if name in found:
             raise ScheduleError(f"option {text!r}: {name} is given twice; give it once")
-        found[name] = _option_value(value)
+        found[name] = value
+        written = {"true": "true", "false": "false", "none": "null"}.get(value.lower(), value)
+        with suppress(ValueError):
+            found[name] = json.loads(written)
     return found
-
-
-def _option_value(text: str) -> object:
-    constants = {"true": True, "false": False, "none": None}
-    if text.lower() in constants:
-        return constants[text.lower()]
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

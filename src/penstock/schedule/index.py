@@ -3,7 +3,6 @@
     id  = (op number · stages + stage) · microbatches + microbatch       one action
     row = id // microbatches                                             an op and a stage
 
-The checker, the passes, the simulator and the search read hundreds of thousands of actions as ids.
 A prerequisite is the same microbatch of another row, at a fixed offset from the action's id: one
 table entry per row, from ``penstock.schedule.rules``, serves all microbatches. An overlapped pair
 is ``~i``, a negative number, for pair i of the program.

@@ -14,14 +14,8 @@ _MOST_RUNS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A fault of a program, with its place.
-
-    Args:
-        rank: the rank of the problem; None if it concerns the whole program.
-        step: index, from 0, of the step on that rank; None if it concerns no single step.
-        action: the step in text form, or the missing action; None for neither.
-        message: the expected and the actual state.
-    """
+    """A fault of a program: its rank, the index of the step there, and the step (or the missing
+    action) in text form, each None if not about a single one; and a message."""
 
     rank: int | None
     step: int | None
@@ -42,12 +36,7 @@ def is_count(value: object, least: int = 1) -> TypeGuard[int]:
 
 
 def number_of(number: int, thing: str) -> str:
-    """A count of things, in words; the plural of ``thing`` must end with an s.
-
-    Example:
-        >>> number_of(1, "rank"), number_of(2, "microbatch"), number_of(0, "copy")
-        ('1 rank', '2 microbatches', '0 copies')
-    """
+    """A count of things, in words, as '1 rank', '2 microbatches' and '0 copies'."""
     if number == 1:
         return f"1 {thing}"
     if thing.endswith("y"):
@@ -64,10 +53,8 @@ def runs_of(numbers: Sequence[int]) -> str:
     """Rising numbers as text: the first few runs of consecutive numbers, and a count of the rest.
 
     Example:
-        >>> runs_of([1]), runs_of([0, 2, 3]), runs_of(range(1, 999))
-        ('1', '0, 2 to 3', '1 to 998')
-        >>> runs_of(range(0, 100, 2))
-        '0, 2, 4, 6, 8 and 45 more'
+        >>> runs_of([0, 2, 3]), runs_of(range(0, 100, 2))
+        ('0, 2 to 3', '0, 2, 4, 6, 8 and 45 more')
     """
     runs: list[list[int]] = []
     for number in numbers:

@@ -36,8 +36,8 @@ class Placement:
     Args:
         num_ranks: number of ranks, at least 1; each must hold at least one stage.
         stage_ranks: for each stage, from 0, the rank that holds it; any sequence, kept as a tuple.
-        num_directions: the number of copies of the model, one per direction, in the order of their
-            stages. Microbatch m passes only copy m mod ``num_directions``.
+        num_directions: the number of copies of the model, in the order of their stages; microbatch
+            m passes only copy m mod ``num_directions``.
 
     Raises:
         ScheduleError: a rank is out of range or holds no stage, or copies differ in size.
@@ -99,14 +99,8 @@ class Placement:
         return range(self.direction_of(stage), microbatches, self.num_directions)
 
     def neighbour(self, stage: int, offset: int) -> int | None:
-        """The stage ``offset`` further on in the same copy of the model; None past its ends.
-
-        Example:
-            >>> [bidirectional(2).neighbour(stage, +1) for stage in range(4)]
-            [1, None, 3, None]
-        """
-        other = stage + offset
-        size = self.num_model_stages
+        """The stage ``offset`` further on in the same copy of the model; None past its ends."""
+        other, size = stage + offset, self.num_model_stages
         return other if other >= 0 and other // size == stage // size else None
 
     @property

@@ -210,7 +210,7 @@ def choose_sizes(
     if ranks is None:
         if num_stages is None:
             raise ScheduleError("say on how many ranks to run: pass ranks=, or split=")
-        ranks = max(1, num_stages // virtual)
+        ranks = max(1, num_stages // max(1, virtual))
     if num_stages not in (None, ranks * virtual):
         raise ScheduleError(
             f"{number_of(num_stages or 0, 'stage')}, but {who} on {number_of(ranks, 'rank')} with "

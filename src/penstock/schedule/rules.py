@@ -100,11 +100,6 @@ def required(
 
     With ``transfers``, explicit sends and receives, a requirement on another rank is this rank's
     receive, else the producing op itself.
-
-    Example:
-        >>> from penstock.schedule.placement import linear
-        >>> required(Op.INPUT_GRAD, 1, linear(3))
-        ((<Op.FORWARD: 'F'>, 1), (<Op.INPUT_GRAD: 'I'>, 2))
     """
     found: list[tuple[Op, int]] = []
     for needed, offset in REQUIRES[op]:
