@@ -207,6 +207,8 @@ class BoundarySpec:
 
     def pack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors as they are sent, see ``TensorMeta.pack``."""
+        if self._in_order:
+            return [tensor.contiguous() for tensor in tensors]
         return [meta.pack(t) for meta, t in zip(self.metas, tensors, strict=True)]
 
     def unpack(self, tensors: Sequence[Any], *, grads: bool = False) -> Sequence[Any]:
