@@ -1,7 +1,7 @@
-"""A failure as data, and the job's list of failures in torch's store.
+"""A failure as data, and the list of failures of a process group in torch's store.
 
-The failed rank makes a ``Cause`` and appends it to the list of its process group; the other ranks
-read and raise it (``runtime/failure.py``). So does a rank that fails before its schedule exists
+The failed rank appends a ``Cause`` to the list; the other ranks read and raise it
+(``runtime/failure.py``). A rank that fails before its schedule exists does the same
 (``publishing_errors``), since its peers already wait for it in their first step.
 """
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -40,26 +40,20 @@ __all__ = [
 
 # Limit on a message and on a traceback: torch's store closes the connection above 8 MiB.
 MAX_CHARACTERS = 1 << 16
-# The prefix of the call of an early failure.
+# The prefix of the call of an early failure, before any schedule.
 EARLY = "early"
+# Usage errors, which every rank raises in the same type.
+_SHARED = (errors.BoundaryError, errors.ScheduleError, errors.PartitionError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """The first failure of a pipeline.
+    """The first failure of a pipeline."""
 
-    Args:
-        kind: the exception's class name; the public base class's for a subclass of Penstock's own.
-        message: the exception's message.
-        where: the place of the failure.
-        processes: the processes (global ranks) of the pipeline, by rank.
-        traceback: the original traceback; empty without an exception.
-    """
-
-    kind: str
+    kind: str  # the exception's class name; the public base's for a subclass of Penstock's own
     message: str
     where: Where
-    processes: tuple[int, ...]
+    processes: tuple[int, ...]  # of the pipeline, by rank
     traceback: str
 
 
@@ -73,17 +67,15 @@ def message_of(error: BaseException) -> str:
 
 def cause_of(error: BaseException, rank: int, processes: Sequence[int]) -> Cause:
     """Make the cause to publish for ``error``, raised on ``rank`` of these processes."""
-    where = error.where if isinstance(error, PenstockError) else NOWHERE
-    if where.rank not in (None, rank):
-        where = NOWHERE  # a position in the program, not on this rank
-    message = message_of(error)
+    where, message = NOWHERE, message_of(error)
     if not isinstance(error, PenstockError):
         message = f"{type(error).__name__}: {message}"
+    elif error.rank in (None, rank):  # else it is a position in the program, not on this rank
+        where = error.where
     try:
         trace = "".join(traceback.format_exception(error))
-    except BaseException as failed:  # its notes or its causes can't be formatted
+    except BaseException:  # its notes or its causes can't be formatted
         trace = "".join(traceback.format_tb(error.__traceback__))
-        trace += f"(the rest can't be shown: it raised {type(failed).__name__})\n"
     public = (c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
     return Cause(
         kind=next(public, type(error).__name__),
@@ -102,27 +94,19 @@ def _abbreviated(text: str) -> str:
 
 
 def as_error(cause: Cause, processes: Sequence[int]) -> PenstockError:
-    """Make the exception that a rank of these processes raises for another rank's failure.
-
-    Usage errors (``BoundaryError``, ``ScheduleError``, ``PartitionError``) keep their type, so that
-    every rank raises the same type. A failure of user code becomes a ``PeerError``.
-    """
-    shared = (errors.BoundaryError, errors.ScheduleError, errors.PartitionError)
-    kind = next((kind for kind in shared if kind.__name__ == cause.kind), PeerError)
+    """Make the exception that a rank of these processes raises for another rank's failure: a usage
+    error of the same type, or a ``PeerError`` for a failure of user code."""
+    kind = next((kind for kind in _SHARED if kind.__name__ == cause.kind), PeerError)
     message = cause.message
     if str(cause.where) not in message:
         message = f"{cause.where}: {message}"
     if cause.processes != tuple(processes):
         listed = ", ".join(map(str, cause.processes))
         message = f"in another replica's pipeline (processes {listed}): {message}"
-    if cause.traceback:
-        message += f"\n\nThe original traceback, on rank {cause.where.rank}:\n{cause.traceback}"
+    message += f"\n\nThe original traceback, on rank {cause.where.rank}:\n{cause.traceback}"
     error = kind(message)
     error.where = cause.where
     return error
-
-
-# --- process groups ------------------------------------------------------------------------------
 
 
 def default_group() -> dist.ProcessGroup | None:
@@ -136,17 +120,15 @@ def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     Raises:
         StageError: ``group`` is no process group, or does not include this process.
     """
-    if group is None:
-        return default_group()
-    if not isinstance(group, dist.ProcessGroup):
-        # torch.distributed.new_group returns this value on processes outside the new group.
-        is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
-        given = "one that this process is not in" if is_outside else repr(group)
-        raise StageError(
-            f"the process group is {given}, expected a torch.distributed.ProcessGroup with this "
-            'process in it, such as device_mesh.get_group("pp")'
-        )
-    return group
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return default_group() if group is None else group
+    # torch.distributed.new_group returns this value on processes outside the new group.
+    is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    raise StageError(
+        f"the process group is {'one that this process is not in' if is_outside else repr(group)}, "
+        "expected a torch.distributed.ProcessGroup with this process in it, such as "
+        'device_mesh.get_group("pp")'
+    )
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
@@ -155,88 +137,70 @@ def store_of(group: dist.ProcessGroup) -> Any:
 
 
 def key_of(group: dist.ProcessGroup, name: str) -> str:
-    """The store's key for ``name`` of ``group``, the same on all its ranks.
-
-    A group made later may have the same name, but not the same processes. Their list is hashed,
-    since a key that lists thousands of processes would be too long for torch's store.
-    """
+    """The store's key for ``name`` of ``group``, the same on all its ranks."""
+    # A group made later may have the same name, but not the same processes. Their list is hashed,
+    # since a key that lists thousands of processes would be too long for torch's store.
     processes = repr(dist.get_process_group_ranks(group)).encode()
     return f"penstock/{group.group_name}/{hashlib.sha256(processes).hexdigest()[:16]}/{name}"
 
 
-# --- the list of failures ------------------------------------------------------------------------
-
-
-class Failure(NamedTuple):
-    """An entry of a ``FailureLog``: its index, the failed call (a schedule's number, or before
-    any), its cause, and the time at which this process first read it (``time.monotonic``, s)."""
-
-    place: int
-    call: str
-    cause: Cause
-    read_at: float
+Failure: TypeAlias = tuple[str, Cause]
+"""The failed call (a schedule's number, or before any), and its cause."""
 
 
 class FailureLog:
-    """The failures of a process group: an append-only list under consecutive keys of a store.
+    """The failures of a process group: an append-only list under consecutive keys of torch's store.
 
-        <key>/0   ["0", cause]        the first cause of schedule 0
-        <key>/1   null                a withdrawn early failure
-        <key>/2   ["replicas/1", …]   the first cause of schedule 1, for the replicas of a stage
-
-    Args:
-        store: a ``torch.distributed.Store``.
-        key: the prefix of the keys.
+    <key>/0   ["0", cause]        the first cause of schedule 0
+    <key>/1   null                a withdrawn early failure
+    <key>/2   ["replicas/1", …]   the first cause of schedule 1, for the replicas of a stage
     """
 
     def __init__(self, store: Any, key: str) -> None:
         self._store = store
         self._key = key
-        self._entries: list[Failure | None] = []
 
-    def append(self, call: str, cause: Cause) -> Failure:
+    def append(self, call: str, cause: Cause) -> Cause:
         """Append ``cause`` unless the list has a failure of ``call``; returns the first one."""
         data = json.dumps([call, asdict(cause)])
-        place, entry = -1, None
-        while entry is None or entry.call != call:
-            place += 1
-            entry = _parsed(place, self._store.compare_set(f"{self._key}/{place}", "", data))
-        return entry
+        entries = (_parsed(self._store.compare_set(self._at(i), "", data)) for i in count())
+        return next(entry[1] for entry in entries if entry is not None and entry[0] == call)
 
     def read(self) -> list[Failure]:
         """All entries, oldest first."""
-        for place, entry in enumerate(self._entries):
-            if entry is not None and entry.call.startswith(EARLY) and self._fetch(place) is None:
-                self._entries[place] = None
-        while self._store.check([f"{self._key}/{len(self._entries)}"]):
-            self._entries.append(self._fetch(len(self._entries)))
-        return [entry for entry in self._entries if entry is not None]
+        return [entry for entry in self._entries() if entry is not None]
 
-    def withdraw(self, place: int) -> None:
-        """Withdraw an entry."""
-        self._store.set(f"{self._key}/{place}", "null")
+    def withdraw(self, call: str) -> None:
+        """Withdraw the failure of ``call``."""
+        for index, entry in enumerate(self._entries()):
+            if entry is not None and entry[0] == call:
+                self._store.set(self._at(index), "null")
 
-    def _fetch(self, place: int) -> Failure | None:
-        return _parsed(place, self._store.get(f"{self._key}/{place}"))
+    def _entries(self) -> Iterator[Failure | None]:
+        for index in count():
+            if not self._store.check([self._at(index)]):
+                return
+            yield _parsed(self._store.get(self._at(index)))
+
+    def _at(self, index: int) -> str:
+        return f"{self._key}/{index}"
 
 
-def _parsed(place: int, data: bytes) -> Failure | None:
-    entry = json.loads(data)
-    if entry is None:
+def _parsed(data: bytes) -> Failure | None:
+    if (entry := json.loads(data)) is None:
         return None
     call, fields = entry
     fields["where"], fields["processes"] = Where(**fields["where"]), tuple(fields["processes"])
-    return Failure(place, call, Cause(**fields), time.monotonic())
+    return call, Cause(**fields)
 
 
 def failures_over(group: dist.ProcessGroup, store: Any = None) -> FailureLog:
     """The failures of ``group``, over its own connection to the store by default."""
-    store = store_of(group) if store is None else store
-    return FailureLog(store, key_of(group, "failed"))
+    return FailureLog(store_of(group) if store is None else store, key_of(group, "failed"))
 
 
-# Group name → the place of this process's early failure.
-_early: dict[str, int] = {}
+# The names of the groups in which this process has an early failure.
+_early: set[str] = set()
 
 
 @contextlib.contextmanager
@@ -247,12 +211,11 @@ def publishing_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
         yield
     except BaseException as error:
         if group is not None and group.size() > 1:
-            # If the store is gone, no reader is left.
-            with contextlib.suppress(RuntimeError, dist.DistError):
-                withdraw_early(group)
-                cause = cause_of(error, group.rank(), dist.get_process_group_ranks(group))
-                failure = failures_over(group).append(f"{EARLY}/{group.rank()}", cause)
-                _early[group.group_name] = failure.place
+            withdraw_early(group)
+            cause = cause_of(error, group.rank(), dist.get_process_group_ranks(group))
+            with contextlib.suppress(RuntimeError, dist.DistError):  # without a store, no reader
+                failures_over(group).append(f"{EARLY}/{group.rank()}", cause)
+                _early.add(group.group_name)
         raise
     if group is not None:
         withdraw_early(group)
@@ -260,7 +223,7 @@ def publishing_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 def withdraw_early(group: dist.ProcessGroup) -> None:
     """Withdraw this process's early failure, if any."""
-    place = _early.pop(group.group_name, None)
-    if place is not None:
+    if group.group_name in _early:
+        _early.remove(group.group_name)
         with contextlib.suppress(RuntimeError, dist.DistError):
-            failures_over(group).withdraw(place)
+            failures_over(group).withdraw(f"{EARLY}/{group.rank()}")

@@ -1,8 +1,4 @@
-"""Exceptions of Penstock, with a type per party at fault; imports no other part.
-
-The facts of a failure are attributes, so that a program can act on them. The message gives the
-place, the expected and the actual value, and the next step.
-"""
+"""Exceptions of Penstock, with a type per party at fault, and the facts as attributes."""
 
 from __future__ import annotations
 
@@ -38,9 +34,8 @@ class Where:
 
     def __str__(self) -> str:
         """``rank 1, stage 2, microbatch 3, action 2F3``, without the unavailable fields."""
-        names = ("rank", "stage", "microbatch", "action")
-        known = [(name, getattr(self, name)) for name in names]
-        return ", ".join(f"{name} {value}" for name, value in known if value is not None)
+        known = {name: getattr(self, name) for name in ("rank", "stage", "microbatch", "action")}
+        return ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
 
 
 NOWHERE = Where()

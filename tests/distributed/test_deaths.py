@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from penstock import PipelineStage, Schedule1F1B
-from penstock.runtime.comm.c10d import break_pairs
-from penstock.runtime.comm.gloo import GlooTransport
-from penstock.runtime.watchdog import READ_INTERVAL_S
+from penstock.runtime.comm.c10d import C10dTransport, break_pairs
+from penstock.runtime.failure import READ_INTERVAL_S
 from penstock.testing.processes import run_ranks
 from tests.distributed.attempts import DIM, SOON_S, At, Attempt, attempt
 
@@ -66,7 +65,7 @@ def test_a_killed_process_is_noticed_by_all(num_ranks: int, culprit: int, after:
 def ask_over_a_broken_connection(rank: int, num_ranks: int) -> str | None:
     """Rank 1 asks for a note where nothing can even be asked any more."""
     group = torch.distributed.group.WORLD
-    transport = GlooTransport(group, CPU, 0, 60.0)
+    transport = C10dTransport(group, CPU, 0, 60.0)
     transport.begin("this test")
     if rank == 0:
         return None

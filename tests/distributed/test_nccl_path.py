@@ -21,11 +21,9 @@ from torch.nn import functional as F
 
 from penstock import Pipeline, _torch_compat
 from penstock.runtime import pipeline_schedule
-from penstock.runtime.comm.c10d import as_wire
-from penstock.runtime.comm.gloo import GlooTransport
+from penstock.runtime.comm.c10d import C10dTransport, as_wire
 from penstock.runtime.comm.nccl import NcclTransport, channels_of, pairs_of
-from penstock.runtime.failure import Calls
-from penstock.runtime.watchdog import Watchdog
+from penstock.runtime.failure import Calls, Watchdog
 from penstock.schedule.channels import TWO_WAY
 from penstock.testing.processes import run_ranks
 from tests.agreement import ROUNDING, Twins
@@ -180,7 +178,7 @@ def test_the_step_before_ends_before_its_messages_are_given_up() -> None:
 def test_ranks_meet_on_the_host() -> None:
     """In a group that has NCCL as well, a barrier would be one of the devices."""
     noted: list[Any] = []
-    transport: Any = object.__new__(GlooTransport)
+    transport: Any = object.__new__(C10dTransport)
     transport._watchdog, transport._control = Watchdog(1.0, noted.append), Group(noted)
     transport._limit, transport._calls, transport._collected = (), Calls(), ()
     transport.barrier()

@@ -28,7 +28,7 @@ from penstock import (
     get_schedule_class,
 )
 from penstock.parallel.data_parallel import average_grads
-from penstock.runtime import watchdog
+from penstock.runtime import failure
 from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
 from tests.crossings import Give, Take
@@ -94,7 +94,7 @@ def use_after_steps(rank: int, num_ranks: int, breaks: bool) -> dict[str, list[T
     if pipeline.get_local_rank() == 1:
         # These raise by themselves. Would one look before it does, and find that its replica has
         # failed, then it would give up their group.
-        watchdog.READ_INTERVAL_S = 60.0
+        failure.READ_INTERVAL_S = 60.0
     grads = {}
     for wrap in ("ddp", "ddp static", "replicate", "replicate of fsdp", "fsdp"):
         torch.manual_seed(0)
@@ -135,7 +135,7 @@ def test_after_a_step_the_module_reduces_by_itself_again(breaks: bool) -> None:
 def average_large(rank: int, num_ranks: int) -> Tensor:
     param = nn.Parameter(torch.zeros(2, dtype=torch.float16))
     param.grad = torch.full_like(param, 48_000.0)
-    average_grads([param], dist.group.WORLD)
+    average_grads([param], dist.group.WORLD, bucket_bytes=1 << 20)
     return param.grad
 
 

@@ -169,7 +169,7 @@ def test_a_wrapped_module_keeps_the_names_within() -> None:
 @pytest.mark.parametrize(
     ("ties", "told"),
     [
-        ([{0: "weight"}], "has one place"),
+        ([{0: "weight"}], "to its name there, with two stages or more"),
         ([((0, "weight"), (3, "weight"))], "expected a dict, from each stage that holds"),
         ([{0: "weight", 9: "weight"}], "names stage 9; there are stages 0 to 3"),
         ([{0: "weight", 1: "nope"}], "stage 1 has neither a parameter nor a module 'nope'; its"),

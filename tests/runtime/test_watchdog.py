@@ -13,9 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from penstock.runtime import failure
-from penstock.runtime import watchdog as watching
-from penstock.runtime.failure import ErrorStore
-from penstock.runtime.watchdog import Watchdog
+from penstock.runtime.failure import READ_INTERVAL_S, ErrorStore, Watchdog
 
 # A look asks the store again and again, and so is in torch's own code when the process ends.
 ENDS_IN_A_LOOK = """
@@ -23,8 +21,7 @@ import threading
 import time
 import torch.distributed as dist
 from penstock.cause import FailureLog
-from penstock.runtime.failure import ErrorStore
-from penstock.runtime.watchdog import Watchdog
+from penstock.runtime.failure import ErrorStore, Watchdog
 
 store = dist.TCPStore("127.0.0.1", 0, 1, True)
 looking = threading.Event()
@@ -40,12 +37,11 @@ class SlowStore:
 class SlowErrors(ErrorStore):
     def __init__(self):
         self._store = SlowStore()
-        self._logs = [(FailureLog(self._store, "a"), "0")]
-        self.is_lost, self.interval_s = False, 0.0
+        self._logs, self._first_read = [(FailureLog(self._store, "a"), "0")], {}
+        self.is_lost, self.interval_s = False, 0.2
 
 watchdog = Watchdog(60.0, lambda peer: None)
-watchdog.watch(SlowErrors(), always=True)
-watchdog.start()
+watchdog.start(SlowErrors(), always=True)
 looking.wait()
 watchdog.rest()
 """
@@ -56,31 +52,29 @@ def test_a_process_may_end_in_the_middle_of_a_look() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-class Errors:
-    """An error store that counts its reads and, if asked to, answers none."""
-
-    is_lost, interval_s = False, 0.0
+class Errors(ErrorStore):
+    """An error store that counts its reads and, if requested, answers none."""
 
     def __init__(self, *, answers: bool = True) -> None:
+        self.is_lost, self.interval_s = False, READ_INTERVAL_S
         self.num_reads = 0
         self.was_read, self.is_over = threading.Event(), threading.Event()
         if answers:
             self.is_over.set()
 
-    def read(self, waited_s: float) -> None:
+    def read(self, waited_s: float = 0.0) -> None:
         self.num_reads += 1
         self.was_read.set()
         self.is_over.wait()
 
 
 def test_an_idle_watchdog_ends_without_another_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "IDLE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(failure, "IDLE_INTERVAL_S", 0.0)
     errors, watchdog = Errors(), Watchdog(60.0, lambda peer: None)
-    watchdog.watch(errors, always=True)
-    watchdog.start()
+    watchdog.start(errors, always=True)
     assert errors.was_read.wait(20)
     watchdog.rest()
-    time.sleep(4 * watching.READ_INTERVAL_S)  # it is idle by then, or ends before it looks again
+    time.sleep(4 * failure.READ_INTERVAL_S)  # it is idle by then, or ends before it looks again
     before = errors.num_reads
     watchdog.stop()
     assert errors.num_reads == before
@@ -88,13 +82,12 @@ def test_an_idle_watchdog_ends_without_another_read(monkeypatch: pytest.MonkeyPa
 
 def test_a_silent_store_does_not_keep_a_wait_from_its_end() -> None:
     errors, woken = Errors(answers=False), threading.Event()
-    watchdog = Watchdog(2 * watching.READ_INTERVAL_S, lambda peer: woken.set())
-    watchdog.watch(errors, always=False)
-    watchdog.start()
+    watchdog = Watchdog(2 * failure.READ_INTERVAL_S, lambda peer: woken.set())
+    watchdog.start(errors, always=False)
     watchdog.waiting_for = ((), 1)
     assert woken.wait(20)
     assert watchdog.timed_out
-    assert watchdog.store_is_lost
+    assert errors.is_lost
     assert watchdog.stop() == ((), 1)
     errors.is_over.set()
 
@@ -110,11 +103,11 @@ def test_readers_by_the_thousand_ask_their_store_no_more_than_it_can_answer(
     monkeypatch.setattr(failure, "calls_over", lambda group: failure.Calls())
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0])
     few, many = errors_of(8), errors_of(4096)
-    assert few.interval_s < watching.READ_INTERVAL_S
+    assert few.interval_s == failure.READ_INTERVAL_S
     # At each read a reader makes a request for each group.
     assert 2 * 4096 / many.interval_s <= failure.MAX_REQUESTS_PER_S
     watchdog, waits = Watchdog(60.0, lambda peer: None), []
-    watchdog.watch(many, always=False)
+    watchdog._errors, watchdog._watches_always = many, False
 
     def wait(timeout_s: float) -> bool:
         waits.append(timeout_s)
@@ -123,4 +116,4 @@ def test_readers_by_the_thousand_ask_their_store_no_more_than_it_can_answer(
     monkeypatch.setattr(watchdog._stopped, "wait", wait)
     watchdog._active.set()
     watchdog._watch()
-    assert waits[1:] == [many.interval_s, many.interval_s]
+    assert waits == [many.interval_s] * 3

@@ -1,8 +1,7 @@
 """Data parallelism around a stage: the only module that depends on DDP, FSDP2 and replicate.
 
 Within a step gradients accumulate locally. They are reduced once, at the stage's REDUCE_GRAD, after
-its last weight gradient. The result depends neither on the schedule's order of input and weight
-gradients nor on the moment at which a hook fires.
+its last weight gradient, so that the result does not depend on the schedule's order.
 
     DDP, replicate   ``average_grads``: torch's all-reduce, bucket by bucket
     FSDP2            FSDP's own reduce-scatter, all-gather and resharding
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,29 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock import _torch_compat
 from penstock.errors import StageError
 
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
-
 __all__ = ["ReplicaStep", "Replicas", "average_grads", "in_buckets", "replicas_of"]
 
 T = TypeVar("T")
-# DDP's default bucket size.
-BUCKET_BYTES = 25 << 20
 
 
 class Replicas:
-    """The replication or sharding of a stage's module or submodules.
+    """The replication or sharding of a module, or of the modules of several ``parts``."""
 
-    Args:
-        parts: the wrappers, if there are several.
-
-    Attributes:
-        sharded: whether parameters are sharded, so that ``unshard`` must gather them.
-        groups: the process groups of reductions and gathers; set once a step has begun.
-    """
-
-    sharded: bool = False
-    groups: Sequence[dist.ProcessGroup] = ()
+    sharded: bool = False  # if True, ``unshard`` must gather parameters
+    groups: Sequence[dist.ProcessGroup] = ()  # of reductions and gathers, once a step has begun
 
     def __init__(self, parts: Sequence[Replicas] = ()) -> None:
         self._parts = parts
@@ -54,11 +40,10 @@ class Replicas:
         """Begin a step: suspend reductions until ``reduce_grads``."""
         for part in self._parts:
             part.begin()
-        self.groups = _distinct(group for part in self._parts for group in part.groups)
+        self.groups = [group for part in self._parts for group in part.groups]
 
     def share_buffers(self) -> None:
-        """Broadcast the first replica's buffers if the wrapper's forward would; once per step,
-        after ``begin``."""
+        """Broadcast the first replica's buffers, after ``begin``, if a forward would."""
         for part in self._parts:
             part.share_buffers()
 
@@ -90,20 +75,11 @@ def replicas_of(module: nn.Module) -> Replicas | None:
         StageError: a wrapper is unsupported: FSDP1, or DDP with mixed precision.
     """
     found = _find(module)
-    return found[0] if len(found) == 1 else Replicas(found) if found else None
+    return Replicas(found) if len(found) > 1 else next(iter(found), None)
 
 
 def _find(module: nn.Module) -> list[Replicas]:
     """Find the outermost wrappers in ``module``, itself included."""
-    if _torch_compat.is_composable_ddp(module):
-        return [_Ddp(module)]
-    if isinstance(module, DistributedDataParallel):
-        if module.mixed_precision is not None:
-            raise StageError(
-                "a stage is wrapped in DDP with mixed_precision=, which casts gradients as each "
-                "backward reduces them; use torch.autocast, or fully_shard's MixedPrecisionPolicy"
-            )
-        return [_Ddp(module)]
     if _torch_compat.is_fsdp(module):
         return [_Fsdp(module)]
     if _torch_compat.is_fsdp1(module):
@@ -111,6 +87,13 @@ def _find(module: nn.Module) -> list[Replicas]:
             "a stage is wrapped in FullyShardedDataParallel (FSDP1), which reduces gradients after "
             "each backward; use torch.distributed.fsdp.fully_shard instead"
         )
+    if isinstance(module, DistributedDataParallel) and module.mixed_precision is not None:
+        raise StageError(
+            "a stage is wrapped in DDP with mixed_precision=, which casts gradients as each "
+            "backward reduces them; use torch.autocast, or fully_shard's MixedPrecisionPolicy"
+        )
+    if _torch_compat.is_composable_ddp(module) or isinstance(module, DistributedDataParallel):
+        return [_Ddp(module)]
     return [each for child in module.children() for each in _find(child)]
 
 
@@ -123,8 +106,7 @@ class _Ddp(Replicas):
         self._is_composable = _torch_compat.is_composable_ddp(module)
         # Torch creates the DDP module of ``replicate`` in the first forward.
         self._ddp: Any = None if self._is_composable else module
-        # A step inside the user's no_sync() reduces nothing.
-        self._synced = self._ddp_synced = True
+        self._synced = self._ddp_synced = True  # not inside the user's no_sync()
         self._sink_off = self._shares_buffers = self._trains = False
 
     def begin(self) -> None:
@@ -164,33 +146,31 @@ class _Ddp(Replicas):
             self._module.set_requires_gradient_sync(self._synced)
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = self._ddp_synced
-            # Buffers are broadcast again only after a reduction, not between steps that accumulate
-            # under no_sync(), nor between evaluations.
+            # Buffers are broadcast again only after a reduction.
             self._ddp.require_forward_param_sync = self._synced and self._trains
             _torch_compat.switch_ddp_sink(self._ddp, off=self._sink_off)
 
 
 class _Fsdp(Replicas):
-    def __init__(self, root: FSDPModule) -> None:
+    def __init__(self, root: Any) -> None:
         super().__init__()
         self.sharded = True
         self._root = root
 
     def begin(self) -> None:
-        assert isinstance(self._root, nn.Module)
         if not self.groups:
             # Of all mesh dimensions of the sharded parameters.
             params = (p for p in self._root.parameters() if hasattr(p, "device_mesh"))
-            meshes = _distinct(param.device_mesh for param in params)
-            self.groups = _distinct(group for mesh in meshes for group in mesh.get_all_groups())
+            meshes = dict.fromkeys(param.device_mesh for param in params)
+            self.groups = [group for mesh in meshes for group in mesh.get_all_groups()]
         self._set_sync(False)
 
     def unshard(self) -> None:
-        for module in self._modules():
+        for module in filter(_torch_compat.is_fsdp, self._root.modules()):
             module.unshard()
 
     def reshard(self) -> None:
-        for module in self._modules():
+        for module in filter(_torch_compat.is_fsdp, self._root.modules()):
             module.reshard()
 
     def reduce_grads(self) -> None:
@@ -203,27 +183,16 @@ class _Fsdp(Replicas):
         # belong to the shards.
         self.reshard()
 
-    def _modules(self) -> list[FSDPModule]:
-        assert isinstance(self._root, nn.Module)
-        return [module for module in self._root.modules() if _torch_compat.is_fsdp(module)]
-
     def _set_sync(self, synced: bool) -> None:
         self._root.set_is_last_backward(synced)
         self._root.set_reshard_after_backward(synced)
         self._root.set_requires_gradient_sync(synced)
 
 
-def _distinct(things: Iterable[T]) -> list[T]:
-    return list(dict.fromkeys(things))
-
-
-# --- the reduction ---------------------------------------------------------------------------
-
-
 def average_grads(
-    params: Sequence[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES
+    params: Sequence[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: int
 ) -> None:
-    """Average the gradients of ``params`` over ``group`` by coalesced in-place all-reduces.
+    """Average gradients over replicas, in place, by coalesced all-reduces.
 
     A gradient that is missing on all ranks stays None; one that is missing on some counts as zero
     there.
@@ -238,8 +207,14 @@ def average_grads(
     """
     if not params:
         return
+    here = [param.grad is not None for param in params]
+    counts = torch.ones(len(params), dtype=torch.int32, device=params[0].device)
+    if not all(here):
+        counts = torch.tensor(here, dtype=torch.int32, device=params[0].device)
+    dist.all_reduce(counts, group=group)
+    # Not read if all are here, so that the host does not synchronize with the device.
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for param in _with_grads(params, group):
+    for param in params if all(here) else compress(params, counts.tolist()):
         if param.grad is None:
             param.grad = torch.zeros_like(param)
         if param.grad.is_sparse:
@@ -262,17 +237,6 @@ def average_grads(
                 grad.copy_(wire)
 
 
-def _with_grads(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Sequence[nn.Parameter]:
-    """Select the parameters with a gradient on at least one rank."""
-    here = [param.grad is not None for param in params]
-    counts = torch.ones(len(params), dtype=torch.int32, device=params[0].device)
-    if not all(here):
-        counts = torch.tensor(here, dtype=torch.int32, device=params[0].device)
-    dist.all_reduce(counts, group=group)
-    # Not read if all are here, so that the host does not synchronize with the device.
-    return params if all(here) else [*compress(params, counts.tolist())]
-
-
 def in_buckets(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
     """Group consecutive items into lists of total size at most ``limit``, or of one item.
 
@@ -290,21 +254,13 @@ def in_buckets(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iter
         yield bucket
 
 
-# --- stages driven by hand ---------------------------------------------------------------------
-
-
 class ReplicaStep:
     """A manual step of a replicated stage, up to its single reduction: the user marks the last
-    backward, calls the reduction, or does both.
-
-    Attributes:
-        due: whether the backward that completes the step reduces the gradients.
-    """
+    backward, calls the reduction, or does both."""
 
     def __init__(self) -> None:
-        self.due = False
-        self._has_begun = False
-        self._replicas: Replicas | None = None
+        self.due = False  # whether the backward that completes the step reduces the gradients
+        self._replicas: Replicas | None = None  # while a step runs
 
     @property
     def is_sharded(self) -> bool:
@@ -313,17 +269,14 @@ class ReplicaStep:
 
     def begin(self, module: nn.Module) -> None:
         """Suspend reductions, unless the step has begun."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._replicas = replicas_of(module)
-            if self._replicas is not None:
-                self._replicas.begin()
-                self._replicas.share_buffers()
+        if self._replicas is None:
+            self._replicas = replicas_of(module) or Replicas()
+            self._replicas.begin()
+            self._replicas.share_buffers()
 
     def end(self, *, reduce: bool) -> None:
         """End the step if one has begun, and average its gradients if requested."""
-        replicas, self._replicas = self._replicas, None
-        self._has_begun = self.due = False
+        replicas, self._replicas, self.due = self._replicas, None, False
         if replicas is not None:
             try:
                 if reduce:

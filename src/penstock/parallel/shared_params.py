@@ -4,11 +4,10 @@
     rank 3   head.weight.grad   b ─┴─ exchanged ─┴─► a + b      bit for bit the same on both
 
 Tied parameters (``penstock.partition.ties``) are shared. If the placement has several copies of the
-model, all parameters are shared. During a step each copy of a parameter accumulates its own part of
-the gradient. Earlier gradients are set aside, so that only this step's parts are summed, in rank
-order. Autograd alone sums the parts of a parameter that is one object in one process.
-
-Before the first step the value on the first stage is broadcast to all copies of a parameter.
+model, all parameters are shared. Before the first step the value on the first stage is broadcast.
+During a step each copy of a parameter accumulates its own part of the gradient. Earlier gradients
+are set aside, so that only this step's parts are summed, in rank order. Autograd alone sums the
+parts of a parameter that is one object in one process.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,8 +49,7 @@ BUCKET_BYTES = 64 << 20
 class _Shared:
     """A shared parameter or buffer, with all its copies."""
 
-    # The number of its group and its name in the group, the same on every rank.
-    key: tuple[int, str]
+    key: tuple[int, str]  # the number of its group, and its name there; the same on every rank
     label: str  # the name of the first local copy, for messages
     ranks: tuple[int, ...]  # with a copy, in ascending order
     src_rank: int  # the rank of the first stage, which broadcasts its value
@@ -77,6 +76,9 @@ class SharedParams:
         stages: this process's stages, by index.
         transports: one per rank of this process.
 
+    Attributes:
+        num_processes: the number of processes of the pipeline.
+
     Raises:
         PartitionError: a tie names a stage, module or parameter that does not exist or is in
             another tie.
@@ -91,7 +93,8 @@ class SharedParams:
     ) -> None:
         self._placement = placement
         self._stages = stages
-        self._transport = transports[0] if len(transports) < placement.num_ranks else None
+        self._transport = transports[0]
+        self.num_processes = 1 if len(transports) == placement.num_ranks else placement.num_ranks
         # By stage, the shared names: of each tie, then of each stage's copies.
         self._groups = [_names_by_stage(tie, placement) for tie in ties]
         self._num_ties, size = len(ties), placement.num_model_stages
@@ -102,12 +105,17 @@ class SharedParams:
         # By id of a parameter: True if sums over ranks count it on this rank.
         self._counted: dict[int, bool] = {}
         self._shared: list[_Shared] = []
-        for group in self._groups:
+        for number, group in enumerate(self._groups):
             ranks = self._ranks_of(group)
-            if self._transport is not None and self._transport.rank in ranks:
-                self._transport.register_peers({*ranks} - {self._transport.rank})
+            if (rank := self._transport.rank) in ranks:
+                self._transport.register_peers({*ranks} - {rank})
+            if number < self._num_ties and min(group) in stages:
+                first_copies = (i for i in sorted(group) if placement.direction_of(i) == 0)
+                names = " and ".join(f"{group[stage]} of stage {stage}" for stage in first_copies)
+                how = f"gradients summed across ranks {' and '.join(map(str, ranks))}"
+                how = how if len(ranks) > 1 else "placed together"
+                _log.info("%s are one parameter: %s", names, how)
         self._find_params()
-        self._log_ties()
         _live.append(weakref.ref(self, _live.remove))
 
     @property
@@ -115,32 +123,16 @@ class SharedParams:
         """The shared names, which must be the same on all ranks."""
         return json.dumps([sorted(group.items()) for group in self._groups])
 
-    @property
-    def num_processes(self) -> int:
-        """The number of processes of the pipeline."""
-        return 1 if self._transport is None else self._placement.num_ranks
-
     def counts_here(self, param: Tensor) -> bool | None:
         """True if sums over ranks count ``param`` on this rank: once per shared parameter, in its
         first copy. None for a foreign parameter."""
         return self._counted.get(id(param))
 
-    def _ranks_of(self, group: Mapping[int, str]) -> tuple[int, ...]:
-        return tuple(sorted({self._placement.rank_of(stage) for stage in group}))
-
-    def _log_ties(self) -> None:
-        """Log the gradient sums, in the process of the first stage."""
-        for group in self._groups[: self._num_ties]:
-            if min(group) in self._stages:
-                first_copies = [i for i in sorted(group) if self._placement.direction_of(i) == 0]
-                names = " and ".join(f"{group[stage]} of stage {stage}" for stage in first_copies)
-                ranks = " and ".join(map(str, self._ranks_of(group)))
-                how = f"gradients summed across ranks {ranks}"
-                if self._transport is None or " " not in ranks:
-                    how = "placed together"
-                _log.info("%s are one parameter: %s", names, how)
-
-    # --- finding the copies ------------------------------------------------------------------
+    def _ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """The ranks of these stages; within one process, rank 0 alone."""
+        if self.num_processes == 1:
+            return (0,)
+        return tuple(sorted({self._placement.rank_of(stage) for stage in stages}))
 
     def _find_params(self) -> None:
         """Find the parameters, and find them again if a stage replaced them, as sharding does."""
@@ -152,10 +144,7 @@ class SharedParams:
         for shared in self._shared:
             if shared.is_summed:
                 self._counted |= dict.fromkeys(map(id, shared.tensors), False)
-                self._counted[id(shared.tensors[0])] = self._is_src(shared)
-
-    def _is_src(self, shared: _Shared) -> bool:
-        return self._transport is None or self._transport.rank == shared.src_rank
+                self._counted[id(shared.tensors[0])] = shared.src_rank == self._transport.rank
 
     def _find(self, *, buffers: bool = False) -> Iterator[_Shared]:
         """Find the shared parameters, or buffers, of this process's stages, sorted by key."""
@@ -178,12 +167,10 @@ class SharedParams:
                 yield _Shared(
                     key=(number, name),
                     label=f"{'.'.join(filter(None, (group[stage], name)))} of stage {stage}",
-                    ranks=self._ranks_of(group) if self._transport is not None else (0,),
-                    src_rank=self._placement.rank_of(min(group)),
+                    ranks=self._ranks_of(group),
+                    src_rank=self._ranks_of([min(group)])[0],
                     tensors=tuple(tensors.values()),
                 )
-
-    # --- before the first step ---------------------------------------------------------------
 
     def broadcast_values(self) -> None:
         """Check that all copies match, then broadcast the first stage's; a collective, called once.
@@ -198,7 +185,8 @@ class SharedParams:
         self._compare(found)
         with torch.no_grad():
             for bucket in _buckets(found):
-                values = [s.local if self._is_src(s) else None for s in bucket]
+                is_src = bucket[0].src_rank == self._transport.rank
+                values = [shared.local if is_src else None for shared in bucket]
                 for shared, value in zip(bucket, self._sum(bucket, values), strict=True):
                     assert value is not None, "the source rank has it"
                     for tensor in shared.tensors:
@@ -206,38 +194,30 @@ class SharedParams:
 
     def _compare(self, found: Sequence[_Shared]) -> None:
         mine = [(*s.key, _describe(tensor), s.label) for s in found for tensor in s.tensors]
-        gathered = [json.dumps(mine).encode()]
-        if self._transport is not None:
-            gathered = self._transport.all_gather_bytes(gathered[0])
-        # By key: the description and label of the first copy, and the ranks that have one.
-        copies: dict[tuple[int, str], tuple[str, str, set[int]]] = {}
-        for rank, data in enumerate(gathered):
+        copies: defaultdict[tuple[int, str], list[tuple[int, str, str]]] = defaultdict(list)
+        for rank, data in enumerate(self._transport.all_gather_bytes(json.dumps(mine).encode())):
             for number, name, kind, label in json.loads(data):
-                first = copies.setdefault((number, name), (kind, label, set()))
-                first[2].add(rank)
-                if kind != first[0]:
-                    raise PartitionError(
-                        f"{first[1]} ({first[0]}) and {label} ({kind}) can't be shared: shapes, "
-                        "dtypes or shards differ"
-                    )
-        for (number, name), (_, label, ranks) in copies.items():
-            group = self._groups[number]
-            lacking = sorted({*self._ranks_of(group)} - ranks)
-            if lacking and self._transport is not None:
+                copies[number, name].append((rank, kind, label))
+        for (number, name), places in copies.items():
+            _, first_kind, first = places[0]
+            for _, kind, label in places:
+                if kind != first_kind:
+                    what = f"{first} ({first_kind}) and {label} ({kind})"
+                    raise PartitionError(f"{what} can't be shared: shapes, dtypes or shards differ")
+            ranks = {*self._ranks_of(self._groups[number])}
+            if lacking := ranks - {rank for rank, *_ in places}:
                 raise PartitionError(
-                    f"{label} is shared with rank {lacking[0]}, whose stage has no {name!r} in "
-                    f"{group}; the modules must have the same parameters and buffers"
+                    f"{first} is shared with rank {min(lacking)}, whose stage has no {name!r} in "
+                    f"{self._groups[number]}; the modules must have the same parameters and buffers"
                 )
-
-    # --- a step ------------------------------------------------------------------------------
 
     @contextmanager
     def summing_grads(self) -> Iterator[None]:
-        """A context for a training step; at exit each copy has the whole gradient.
+        """A context for a training step; at exit each copy has the whole gradient, or, if the step
+        failed, none of the step's.
 
         Raises:
-            StageError: a shared parameter has a post-accumulate-grad hook, which would see only a
-                part of the gradient.
+            StageError: a shared parameter has a post-accumulate-grad hook.
         """
         self._find_params()
         for shared in self._shared:
@@ -250,9 +230,8 @@ class SharedParams:
                     "after step() instead"
                 )
         summed = [shared for shared in self._shared if shared.is_summed]
-        params = [param for shared in summed for param in shared.tensors]
-        earlier = [param.grad for param in params]
-        for param in params:
+        earlier = [(param, param.grad) for shared in summed for param in shared.tensors]
+        for param, _ in earlier:
             param.grad = None
         is_complete = False
         try:
@@ -265,50 +244,37 @@ class SharedParams:
                             _set_grad(param, total)
             is_complete = True
         finally:
-            # A failed step leaves no gradients.
             with torch.no_grad():
-                for param, before in zip(params, earlier, strict=True):
+                for param, before in earlier:
                     param.grad = _added(before, param.grad if is_complete else None)
 
     def _sum(
         self, bucket: Sequence[_Shared], mine: Sequence[Tensor | None]
     ) -> Iterator[Tensor | None]:
-        """Sum this rank's parts of a bucket with those of its other ranks, in rank order."""
-        parts = [mine]
-        if self._transport is not None and len(bucket[0].ranks) > 1:
-            parts = _exchange(bucket, mine, self._transport)
-        for contributions in zip(*parts, strict=True):
-            present = [part for part in contributions if part is not None]
-            yield sum(present[1:], start=present[0]) if present else None
+        """Exchange the parts of a bucket between its ranks, and sum them in rank order."""
+        transport, likes = self._transport, [shared.local for shared in bucket]
+        metas = [TensorMeta(shape=t.shape, dtype=t.dtype, requires_grad=False) for t in likes]
+        peers = [rank for rank in bucket[0].ranks if rank != transport.rank]
+        for peer in peers:
+            transport.send_metadata(peer, bytes(part is not None for part in mine))
+        present = {peer: transport.recv_metadata(peer) for peer in peers}
+        receives = {
+            peer: transport.receive(peer, [*compress(metas, there)], likes[0].device)
+            for peer, there in present.items()
+        }
+        for peer in peers:
+            transport.send(peer, [part.contiguous() for part in mine if part is not None])
+        parts = {transport.rank: mine}
+        for peer, wait in receives.items():
+            tensors = iter(wait())
+            parts[peer] = [next(tensors) if is_there else None for is_there in present[peer]]
+        if peers:
+            transport.drain()
+        for contributions in zip(*(parts[rank] for rank in bucket[0].ranks), strict=True):
+            yield _total([part for part in contributions if part is not None])
 
 
-def _exchange(
-    bucket: Sequence[_Shared], mine: Sequence[Tensor | None], transport: Transport
-) -> list[Sequence[Tensor | None]]:
-    """Exchange a bucket's parts; returns those of its ranks in rank order."""
-    likes = [shared.local for shared in bucket]
-    metas = [TensorMeta(shape=t.shape, dtype=t.dtype, requires_grad=False) for t in likes]
-    ranks = bucket[0].ranks
-    peers = [rank for rank in ranks if rank != transport.rank]
-    for peer in peers:
-        transport.send_metadata(peer, bytes(part is not None for part in mine))
-    present = {peer: transport.recv_metadata(peer) for peer in peers}
-    receives = {
-        peer: transport.receive(peer, [*compress(metas, present[peer])], likes[0].device)
-        for peer in peers
-    }
-    for peer in peers:
-        transport.send(peer, [part.contiguous() for part in mine if part is not None])
-    parts = {transport.rank: mine}
-    for peer in peers:
-        tensors = iter(receives[peer].wait())
-        parts[peer] = [next(tensors) if is_there else None for is_there in present[peer]]
-    transport.drain()
-    return [parts[rank] for rank in ranks]
-
-
-# Weak references to this process's pipelines, latest last. Norms over ranks look up there which
-# parameters count on this rank.
+# Weak references to this process's pipelines, latest last, for norms over ranks.
 _live: list[weakref.ref[SharedParams]] = []
 
 
@@ -320,27 +286,20 @@ def shared_params_of(param: Tensor) -> SharedParams | None:
 
 def _names_by_stage(tie: Tie, placement: Placement) -> dict[int, str]:
     """The names of a tie in all copies of the model, by stage."""
-    if not isinstance(tie, Mapping):
+    if not isinstance(tie, Mapping) or len(tie) < 2:
         raise PartitionError(
             f"a tie is {tie!r}; expected a dict, from each stage that holds the parameter to its "
-            "name there"
+            "name there, with two stages or more"
         )
-    if len(tie) < 2:
-        raise PartitionError(f"the tie {dict(tie)} has one place; name all stages that share")
     names: dict[int, str] = {}
     for stage, name in tie.items():
         if stage not in range(placement.num_stages):
-            raise PartitionError(
-                f"the tie {dict(tie)} names stage {stage}; there are stages 0 to "
-                f"{placement.num_stages - 1}"
-            )
+            last = placement.num_stages - 1
+            raise PartitionError(f"the tie {tie} names stage {stage}; there are stages 0 to {last}")
         first = placement.model_stage(stage)
         for copy in range(first, placement.num_stages, placement.num_model_stages):
             if names.setdefault(copy, name) != name:
-                raise PartitionError(
-                    f"the tie {dict(tie)} has two names for one of the model's stages, which is "
-                    "the same in each copy; give it one"
-                )
+                raise PartitionError(f"the tie {tie} has two names for one of the model's stages")
     return names
 
 
@@ -362,8 +321,7 @@ def _named(module: nn.Module, stage: int, name: str, buffers: bool) -> dict[str,
 def _buckets(found: Iterable[_Shared]) -> Iterator[list[_Shared]]:
     """Group tensors with the same ranks, source and device into buckets of bounded size.
 
-    The order is the same on every rank. So all ranks of the first unfinished bucket have reached
-    it, and no two ranks wait for each other.
+    The order is the same on every rank, so that no two ranks wait for each other.
     """
 
     def kind(shared: _Shared) -> tuple[Any, ...]:
@@ -385,19 +343,21 @@ def _describe(tensor: Tensor) -> str:
     return f"{kind}, {tuple(_local(tensor).shape)} by {', '.join(shards)}" if shards else kind
 
 
-def _local_sum(shared: _Shared) -> Tensor | None:
-    """The sum of the gradients of this process's copies, in stage order."""
-    grads = [_local(param.grad) for param in shared.tensors if param.grad is not None]
-    parts = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
+def _total(parts: Sequence[Tensor]) -> Tensor | None:
     return sum(parts[1:], start=parts[0]) if parts else None
 
 
+def _local_sum(shared: _Shared) -> Tensor | None:
+    """The sum of the gradients of this process's copies, in stage order."""
+    grads = [_local(param.grad) for param in shared.tensors if param.grad is not None]
+    return _total([grad.to_dense() if grad.is_sparse else grad for grad in grads])
+
+
 def _set_grad(param: Tensor, total: Tensor | None) -> None:
-    if total is None or not param.requires_grad:
-        return
-    if param.grad is None or param.grad.is_sparse:
-        param.grad = torch.zeros_like(param, requires_grad=False)
-    _local(param.grad).copy_(total)
+    if total is not None and param.requires_grad:
+        if param.grad is None or param.grad.is_sparse:
+            param.grad = torch.zeros_like(param, requires_grad=False)
+        _local(param.grad).copy_(total)
 
 
 def _added(earlier: Tensor | None, fresh: Tensor | None) -> Tensor | None:

@@ -256,6 +256,6 @@ def _exchange_outputs(
         received = BoundarySpec.decode(transport.recv_metadata(peer))
         pending = transport.receive(peer, received.metas, device)
         transport.send(peer, spec.pack(spec.tensors(mine)))
-        outputs = received.arguments(received.unpack(pending.wait()))
+        outputs = received.arguments(received.unpack(pending()))
         for microbatch, output in zip(leaving[peer], outputs, strict=True):
             step.outputs[microbatch] = output

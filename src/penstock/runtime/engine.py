@@ -173,7 +173,7 @@ class Engine:
         if not self._is_single_process:
             inputs = inputs_digest(step.args, step.kwargs)
             shown = {"the program": f"{program.name} {text}"}
-            check_consistent(facts, self.transports, shown, inputs)
+            check_consistent(facts, self._transport, shown, inputs)
         self._shared_params.broadcast_values()
         self._agreed = True
 

@@ -4,7 +4,11 @@
                    │        │         which rank 0 reads, and to the lists of the groups that
     pipeline 1   rank 0 ─ rank 1      replicate its stages, which the other pipeline reads
 
-The lists of failures are ``cause.FailureLog``; ``watchdog.py`` reads them during waits.
+    main thread   ── compute ──┤ waits for rank 1 ···························├─ raises
+    watchdog           read        read       read: a cause!  aborts ────────┘
+    rank 1        ── raises, writes the cause ──────┘
+
+The lists of failures are ``cause.FailureLog``.
 """
 
 from __future__ import annotations
@@ -12,10 +16,12 @@ from __future__ import annotations
 import atexit
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from enum import Enum
+from typing import Any, Generic, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
@@ -32,44 +38,91 @@ from penstock.cause import (
     store_of,
 )
 from penstock.errors import PeerError, PenstockError, Where
-from penstock.runtime.watchdog import BackgroundCall, Peers, Wait, Watchdog, poll
 from penstock.schedule.messages import runs_of
 
-__all__ = ["NO_SCHEDULE", "Calls", "ErrorStore", "calls_over", "report_uncaught"]
+__all__ = [
+    "BackgroundCall",
+    "Calls",
+    "ErrorStore",
+    "Peers",
+    "Wait",
+    "Watchdog",
+    "calls_over",
+    "poll",
+    "report_uncaught",
+]
 
 T = TypeVar("T")
 
-# Collective calls outside of schedules have numbers below this one.
-NO_SCHEDULE = -1
+# Limit on the request rate of all processes to the store, which serves about 100,000 per second,
+# and the minimum interval between reads.
+MAX_REQUESTS_PER_S, READ_INTERVAL_S = 10_000, 0.2
+# The interval between reads while no wait is active.
+IDLE_INTERVAL_S = 0.8
 # Time for a rank that failed to make its stages to succeed in a second attempt.
 EARLY_GRACE_S = 1.5
-# Limit on the request rate of all processes to the store, which serves about 100,000 per second.
-MAX_REQUESTS_PER_S = 10_000
-# After a wait of this length, failures of other calls over the group are read.
+# A wait of this length also ends by a failure of another call over the group.
 OTHER_CALLS_S = 1.5
 # Timeout of the store's response after a failure.
 MAX_ANSWER_S = 10.0
+# Limits on a read that is under way at exit, and when a watchdog is stopped. Python ends threads by
+# force, which aborts the process if one is in torch's code, but a lost store may take minutes.
+MAX_LAST_READ_S, MAX_READ_S = 10.0, 1.0
+
+
+class Peers(Enum):
+    """Several peers of one wait."""
+
+    ALL_RANKS = "the other ranks"
+    REPLICAS = "the replicas of its stages"
+
+
+Wait: TypeAlias = tuple[Sequence[Any], int | Peers]
+"""Works, and the rank or ranks that they depend on."""
+
+
+class BackgroundCall(Generic[T]):
+    """A call that raises nothing, in a separate thread; ``value`` is the result, once there."""
+
+    value: T
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self._thread = threading.Thread(target=self._run, name="penstock-call", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.value = self._function()
+
+    def is_done(self, *, within_s: float) -> bool:
+        """Wait for the result; returns True if it is there."""
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
+
+def poll(read: Callable[[], T | None], *, for_s: float, every_s: float = 0.05) -> T | None:
+    """The first value that ``read`` returns, or None."""
+    end = time.monotonic() + for_s
+    while (found := read()) is None and time.monotonic() < end:
+        time.sleep(every_s)
+    return found
 
 
 @dataclass(slots=True)
 class Calls:
-    """This process's calls over one group. Every rank makes the same calls in the same order."""
+    """This process's calls over one group, which every rank makes in the same order."""
 
     count: int = 0
     name: str = ""  # of the latest call
     collectives: int = 0  # over all ranks, entered by this process
     failed: set[str] = field(default_factory=set)  # whose failures were raised in this process
 
-    def begin(self, name: str) -> None:
-        """Count another call."""
-        self.name = name
-        self.count += 1
-
 
 # By group, with weak keys. Schedules over one group share a count of calls.
 _calls: WeakKeyDictionary[dist.ProcessGroup, Calls] = WeakKeyDictionary()
-# By store, with weak keys. A second connection takes seconds if torch waits for a name server.
-_second_connections: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+# By store, with weak keys: its second connection, which takes seconds to make if torch waits for a
+# name server, and lets threads read while torch waits on the first one.
+_connections: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 # Stores to which an uncaught exception of the main thread is written at exit.
 _error_stores: WeakSet[ErrorStore] = WeakSet()
 
@@ -80,50 +133,35 @@ def calls_over(group: dist.ProcessGroup) -> Calls:
 
 
 class ErrorStore:
-    """The failures of one schedule: publishes this rank's, and finds the first cause.
-
-        this rank fails by itself      its own error is the cause, unless another one came first
-        its wait broke, or timed out   the peer's cause; a generic PeerError without one
-
-    Args:
-        group: the pipeline's process group.
-        number: the schedule's number over that group; the same in each replica's pipeline.
-        replicas: the groups that replicate or shard its stages.
-        in_thread: connect to the store once more, for use in another thread.
+    """The failures of schedule ``number`` over ``group``, whose stages ``replicas`` replicate or
+    shard: publishes this rank's, and finds the first cause.
 
     Attributes:
-        is_lost: whether the store is gone, most likely with its host process.
+        is_lost: whether the store is gone, most likely with its host process, or silent.
         interval_s: the polling interval that the store can serve for all readers.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        number: int,
-        replicas: Sequence[dist.ProcessGroup] = (),
-        *,
-        in_thread: bool = False,
+        self, group: dist.ProcessGroup, number: int, replicas: Sequence[dist.ProcessGroup] = ()
     ) -> None:
         store = store_of(group)
-        if in_thread:
-            if store not in _second_connections:
-                _second_connections[store] = store.clone()
-            store = _second_connections[store]
-        else:
-            _error_stores.add(self)
-        self._store = store
+        if store not in _connections:
+            _connections[store] = store.clone()
+        self._store = _connections[store]
         self._name = str(number)
-        self._rank, self._num_ranks = group.rank(), group.size()
+        self._rank = group.rank()
         self._processes = tuple(dist.get_process_group_ranks(group))
         self._calls = calls_over(group)
         self._count_key = key_of(group, "collectives")
         # Each list with the name of this schedule in it; the pipeline's takes precedence.
-        self._logs = [(failures_over(group, store), self._name)]
-        self._logs += [(failures_over(g, store), f"replicas/{number}") for g in replicas]
-        num_readers = (default_group() or group).size()
-        self.interval_s = len(self._logs) * num_readers / MAX_REQUESTS_PER_S
+        self._logs = [(failures_over(group, self._store), self._name)]
+        self._logs += [(failures_over(g, self._store), f"replicas/{number}") for g in replicas]
+        self._first_read: dict[Failure, float] = {}  # the time by ``time.monotonic``
+        num_requests = len(self._logs) * (default_group() or group).size()
+        self.interval_s = max(READ_INTERVAL_S, num_requests / MAX_REQUESTS_PER_S)
         # Never retried after a loss, since torch logs a page per failed request.
         self.is_lost = False
+        _error_stores.add(self)
 
     def write(self, cause: Cause) -> Cause:
         """Publish ``cause`` unless another one was first; returns the first cause."""
@@ -131,7 +169,7 @@ class ErrorStore:
 
         def append() -> Cause:
             (own, name), *others = self._logs
-            first = own.append(name, cause).cause
+            first = own.append(name, cause)
             for log, name in others:
                 log.append(name, first)
             return first
@@ -139,27 +177,24 @@ class ErrorStore:
         return self._request(append) or cause
 
     def read(self, waited_s: float = math.inf) -> Failure | None:
-        """The failure that ends this schedule's call, after a wait of ``waited_s`` seconds.
-
-        Only a longer wait ends by an early failure, whose rank may retry, or by another call's.
-        """
+        """The failure that ends this schedule's call, after a wait of ``waited_s`` seconds."""
         return self._request(lambda: self._find(waited_s))
 
     def _find(self, waited_s: float) -> Failure | None:
         failures = [log.read() for log, _ in self._logs]
         for found, (_, name) in zip(failures, self._logs, strict=True):
-            for failure in found:
-                if failure.call == name:
-                    return failure
-        for failure in failures[0]:
-            if failure.call.startswith(EARLY):
-                age_s = time.monotonic() - failure.read_at
+            if name in dict(found):
+                return name, dict(found)[name]
+        now = time.monotonic()
+        for call, cause in failures[0]:
+            age_s = now - self._first_read.setdefault((call, cause), now)
+            if call.startswith(EARLY):
                 is_due = waited_s == math.inf or age_s > EARLY_GRACE_S
             else:
-                is_new = failure.call not in self._calls.failed
-                is_due = is_new and waited_s >= OTHER_CALLS_S and "/" not in failure.call
+                is_new = call not in self._calls.failed and "/" not in call
+                is_due = is_new and waited_s >= OTHER_CALLS_S
             if is_due:
-                return failure
+                return call, cause
         if OTHER_CALLS_S <= waited_s < math.inf:
             # By these counts, the ranks that wait find those that stay away.
             self._store.set(f"{self._count_key}/{self._rank}", str(self._calls.collectives))
@@ -167,7 +202,8 @@ class ErrorStore:
 
     def _find_absent(self) -> list[int]:
         """The ranks that have not entered this rank's current collective."""
-        keys = {r: f"{self._count_key}/{r}" for r in range(self._num_ranks) if r != self._rank}
+        others = {*range(len(self._processes))} - {self._rank}
+        keys = {rank: f"{self._count_key}/{rank}" for rank in sorted(others)}
         present = {r: int(self._store.get(k)) for r, k in keys.items() if self._store.check([k])}
         return [rank for rank in keys if present.get(rank, 0) < self._calls.collectives]
 
@@ -180,41 +216,43 @@ class ErrorStore:
         return None
 
     def _query(self, request: Callable[[], T | None]) -> T | None:
-        """A request that may stay without an answer."""
-        call = BackgroundCall(request)
+        """A request with a timeout: torch sets none, so a stopped process keeps silent forever."""
+        call = BackgroundCall(lambda: self._request(request))
         if call.is_done(within_s=MAX_ANSWER_S):
             return call.value
         self.is_lost = True
         return None
 
     def error_to_raise(
-        self, error: BaseException, wait: Wait | None, watchdog: Watchdog
+        self, error: BaseException, wait: Wait | None, timed_out_s: float | None
     ) -> PenstockError | None:
         """Publish the exception that ended a call, or find the first cause.
+
+            this rank failed by itself     its own error, unless another one came first
+            its wait broke, or timed out   the peer's cause; a generic PeerError without one
 
         Args:
             error: the exception.
             wait: the interrupted wait, if any.
-            watchdog: the wait's watchdog, already stopped.
+            timed_out_s: the limit that the wait exceeded, if any.
 
         Returns:
             The exception to raise instead; None to raise ``error`` itself.
         """
-        self.is_lost |= watchdog.store_is_lost
-        failure = self._query(lambda: self.read(0.0))
-        if failure is None and wait is not None and not watchdog.timed_out:
+        failure = self._query(lambda: self._find(0.0))
+        if failure is None and wait is not None and timed_out_s is None:
             # A peer closes its connections a moment before its cause can be read.
             failure = poll(
-                lambda: self._query(self.read),
+                lambda: self._query(lambda: self._find(math.inf)),
                 for_s=2.0 + 2 * self.interval_s,
-                every_s=max(0.05, self.interval_s),
+                every_s=self.interval_s / 2,
             )
         if failure is not None:
-            self._calls.failed.add(failure.call)
-            cause = failure.cause
+            call, cause = failure
+            self._calls.failed.add(call)
         else:
             if wait is not None:
-                error = self._broken_wait(error, wait, watchdog)
+                error = self._broken_wait(error, wait[1], timed_out_s)
             cause = cause_of(error, self._rank, self._processes)
         # A cause that was found is published too, to this rank's replicas.
         first = self._query(lambda: self.write(cause)) or cause
@@ -222,37 +260,28 @@ class ErrorStore:
             return as_error(first, self._processes)
         return error if isinstance(error, PeerError) else None
 
-    def _broken_wait(self, error: BaseException, wait: Wait, watchdog: Watchdog) -> PeerError:
-        _, peer = wait
+    def _broken_wait(
+        self, error: BaseException, peer: int | Peers, timed_out_s: float | None
+    ) -> PeerError:
         name = peer.value if isinstance(peer, Peers) else f"rank {peer}"
-        if watchdog.timed_out:
-            absent = []
-            if peer is Peers.ALL_RANKS:
-                absent = self._query(lambda: self._request(self._find_absent)) or []
-            if absent and (len(absent) == 1 or len(absent) < self._num_ranks - 1):
+        if timed_out_s is not None:
+            if peer is Peers.ALL_RANKS and (absent := self._query(self._find_absent)):
                 name = f"rank{'s' if len(absent) > 1 else ''} {runs_of(absent)}"
-            reports = "and no rank reports a failure"
-            if self.is_lost:
-                reports = "nor does the store that joins the ranks answer"
             message = (
-                f"no word from {name} within {watchdog.timeout_s:g} s, {reports}; pass a longer "
-                "timeout_s if a step may take so long"
+                f"no word from {name} within {timed_out_s:g} s, "
+                + ("nor does the store answer" if self.is_lost else "and no rank reports a failure")
+                + "; pass a longer timeout_s if a step may take so long"
             )
-        elif self.is_lost:
-            message = (
-                "the store that joins the ranks is gone; the process that holds it (the group's "
-                f"rank 0, most often) may have died. This rank was waiting for {name} ({error})"
-            )
-        elif peer is Peers.REPLICAS:
-            message = f"a collective over {name} failed; one of them may have died ({error})"
         else:
-            advice = ""
-            if self._calls.failed:
-                advice = (
+            message = f"the connection to {name} broke; its process may have died"
+            if self.is_lost:
+                message += ", or that of the group's rank 0, which holds the ranks' store"
+            elif self._calls.failed:
+                message += (
                     ", or it broke when another schedule over this process group failed: then "
                     "make stages over a new one (torch.distributed.new_group), on every rank"
                 )
-            message = f"the connection to {name} broke; its process may have died{advice} ({error})"
+            message += f" ({error})"
         raised = PeerError(message, where=Where(rank=self._rank))
         raised.__cause__ = error
         return raised
@@ -261,6 +290,104 @@ class ErrorStore:
         """Publish the exception that ends this process, unless this schedule failed before."""
         if self._name not in self._calls.failed:
             self.write(cause_of(error, self._rank, self._processes))
+
+
+class Watchdog:
+    """Calls ``abort``, in a thread of its own, to end the main thread's wait if another rank has
+    failed or the wait exceeds the timeout.
+
+    Attributes:
+        waiting_for: the main thread's wait, or None. Each wait is a tuple of its own, so that two
+            reads tell one long wait from two short ones without a clock in the main thread.
+        has_aborted: whether it has aborted a wait.
+        timed_out: whether a wait exceeded the timeout.
+    """
+
+    _errors: ErrorStore
+    _watches_always: bool
+
+    def __init__(self, timeout_s: float, abort: Callable[[int | Peers], None]) -> None:
+        self.waiting_for: Wait | None = None
+        self.has_aborted = self.timed_out = False
+        self.timeout_s = timeout_s
+        self._abort = abort
+        self._thread: threading.Thread | None = None
+        self._active, self._stopped = threading.Event(), threading.Event()
+        self._query: BackgroundCall[bool] | None = None
+
+    def start(self, errors: ErrorStore, *, always: bool) -> None:
+        """Begin to watch a call by ``errors``; ``always`` also between waits, since torch may wait
+        within any action: for replicas, or for the device."""
+        self._errors, self._watches_always = errors, always
+        if self._thread is None and not self._stopped.is_set():
+            self._thread = threading.Thread(
+                target=self._watch, name="penstock-watchdog", daemon=True
+            )
+            self._thread.start()
+            atexit.register(self._end)
+        self._active.set()
+
+    def rest(self) -> None:
+        """Stop watching a call; the thread sleeps until the next one."""
+        self._active.clear()
+
+    def stop(self) -> Wait | None:
+        """Stop the thread; returns the main thread's current wait, if any."""
+        self._end(None)
+        atexit.unregister(self._end)
+        waiting, self.waiting_for = self.waiting_for, None
+        self._abort = lambda peer: None  # releases the transport
+        return waiting
+
+    def _end(self, for_s: float | None = MAX_LAST_READ_S) -> None:
+        self._stopped.set()
+        self._active.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(for_s)
+            if self._query is not None and not self._errors.is_lost:
+                self._query.is_done(within_s=for_s or MAX_READ_S)
+
+    def _watch(self) -> None:
+        seen: Wait | None = None
+        since = read_at = 0.0
+        has_failed = False
+        while not self._stopped.wait(self._errors.interval_s):
+            self._active.wait()
+            if self._stopped.is_set():
+                return
+            errors, waiting, now = self._errors, self.waiting_for, time.monotonic()
+            if waiting is not seen:
+                seen, since = waiting, now
+            elif waiting is not None:
+                is_late = now - since > self.timeout_s
+                self.timed_out |= is_late
+                if is_late or self._has_failure(errors, now - since):
+                    errors.is_lost |= self._query is not None
+                    if self.waiting_for is waiting:
+                        self.has_aborted = True
+                        self._abort(waiting[1])
+            elif self._watches_always and now - read_at > IDLE_INTERVAL_S:
+                if not self._has_failure(errors, 0.0):
+                    read_at = time.monotonic()
+                elif has_failed:
+                    self.has_aborted = True
+                    self._abort(Peers.REPLICAS)
+                else:
+                    # At the second read only: ranks that all make the same mistake raise by
+                    # themselves, and the groups of replicas stay whole.
+                    has_failed = True
+
+    def _has_failure(self, errors: ErrorStore, waited_s: float) -> bool:
+        """True if the store has a failure or is gone; False while it does not answer."""
+        if self._query is None:
+            self._query = BackgroundCall(
+                lambda: errors.read(waited_s) is not None or errors.is_lost
+            )
+        if not self._query.is_done(within_s=READ_INTERVAL_S):
+            return False
+        found, self._query = self._query.value, None
+        return found
 
 
 @atexit.register

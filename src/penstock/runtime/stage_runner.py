@@ -198,13 +198,13 @@ class StageRunner:
         return list(compress(spec.grad_metas, state.grads_present))
 
     def _wait_input(self, state: MicrobatchState, arrived: int) -> None:
-        tensors = state.received.wait()
+        tensors = state.received()
         self._transport.release(self._prev.peer, arrived)
         assert state.in_spec is not None
         state.received = state.in_spec.unpack(tensors)
 
     def _wait_grads(self, state: MicrobatchState, arrived: int) -> None:
-        grads = state.received_grads.wait()
+        grads = state.received_grads()
         self._transport.release(self._next.peer, arrived)
         if len(grads) != len(state.grads_present):
             received = iter(grads)

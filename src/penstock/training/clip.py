@@ -43,8 +43,7 @@ def clip_grad_norm_(
     """Scale all gradients so that their total norm is at most ``max_norm``.
 
     Does what ``torch.nn.utils.clip_grad_norm_`` would on the whole model in one process. Every
-    rank of the pipeline calls it with its own parameters, after ``step`` and before the optimizer.
-    A parameter that stages on several ranks share counts once.
+    rank of the pipeline calls it, after ``step``. A shared parameter counts once.
 
     Args:
         parameters: this rank's parameters; those without a gradient do not count.
@@ -52,16 +51,15 @@ def clip_grad_norm_(
         norm_type: the p of the p-norm, above 0; ``math.inf`` for the largest absolute value.
         error_if_nonfinite: raise if the total norm is infinite or not a number.
         foreach: process tensors together, for speed; torch decides if None.
-        group: the pipeline's process group; the default group if None. Without an initialised
-            process group the parameters are all there are.
+        group: the pipeline's process group; the default group, if there is one, if None.
 
     Returns:
         The total norm before clipping, a scalar; the same on every rank, in the dtype to which
         all gradients, wherever they are, promote.
 
     Raises:
-        ValueError: ``norm_type`` is not above 0; or no group was given, and the parameters are
-            those of a pipeline over some of the processes.
+        ValueError: ``norm_type`` is not above 0, or ``group`` is None for a pipeline over some of
+            the processes.
         StageError: the total norm is not finite with ``error_if_nonfinite``; on every rank.
 
     Example:
@@ -73,18 +71,16 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}, expected a number above 0, or math.inf")
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    # Torch mixes no two device meshes: in a tensor-parallel stage some gradients are on none.
-    by_mesh: dict[object, list[Tensor]] = {}
-    for param in params:
-        if param.grad is not None:
-            by_mesh.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
-    norms = _local_norms([*by_mesh.values()], norm_type, foreach)
+    norms = [_norm(grads, norm_type, foreach) for grads in _by_mesh(filter(_counts_here, params))]
     total = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
-    if dist.is_available() and dist.is_initialized():
-        if group is None:
-            _refuse_default_group(params, dist.get_world_size())
-        ranks = own_group(group)
-        assert ranks is not None, "there is a default group"
+    if (ranks := own_group(group)) is not None:
+        owners = filter(None, map(shared_params_of, params if group is None else ()))
+        if sizes := {owner.num_processes for owner in owners} - {ranks.size()}:
+            # It includes replicas, whose gradients would count twice.
+            raise ValueError(
+                f"the default group has {ranks.size()} ranks, and the pipeline of these parameters "
+                f"{sizes.pop()}, over which their norm adds up: pass the pipeline's group as group="
+            )
         code = _DTYPES.index(total.dtype) if norms else _NO_GRADIENT
         # A rank without parameters takes part in the collective on any device.
         device = params[0].device if params else torch.device("cpu")
@@ -94,54 +90,41 @@ def clip_grad_norm_(
             f"the total norm of the gradients, over all ranks, is {total.item()}; look for an "
             "overflow in the forward, or pass error_if_nonfinite=False"
         )
-    for alike in by_mesh.values():
+    for alike in _by_mesh(params):
         torch.nn.utils.clip_grads_with_norm_(alike, max_norm, total, foreach=foreach)
     return total
 
 
-def _refuse_default_group(params: Iterable[Tensor], num_ranks: int) -> None:
-    """Refuse the default group if it includes replicas, whose gradients would count twice."""
-    owners = filter(None, map(shared_params_of, params))
-    if sizes := {owner.num_processes for owner in owners} - {num_ranks}:
-        raise ValueError(
-            f"the default group has {num_ranks} ranks, and the pipeline of these parameters "
-            f"{sizes.pop()}, over which their norm adds up: pass the pipeline's group as group="
-        )
-
-
 def _counts_here(param: Tensor) -> bool:
-    """True unless another rank counts the gradient of this shared parameter."""
+    """True unless another rank, or another parameter here, counts this shared gradient."""
     owner = shared_params_of(param)
     return owner is None or bool(owner.counts_here(param))
 
 
-def _local_norms(
-    by_mesh: Sequence[Sequence[Tensor]], norm_type: float, foreach: bool | None
-) -> list[Tensor]:
-    """The norms of the gradients that count in this process, by mesh."""
-    norms = []
-    for params in by_mesh:
-        grads = [p.grad for p in params if p.grad is not None and _counts_here(p)]
-        if grads and math.isinf(norm_type) and is_dtensor(grads[0]):
-            norms.append(max_magnitude(grads))
-        elif grads:
-            norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
-            norms.append(full_tensor(norm))  # the norm of sharded gradients is sharded too
-    return norms
+def _by_mesh(params: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Parameters with gradients by device mesh, since torch mixes no two of them: in a
+    tensor-parallel stage some gradients are on none."""
+    found: dict[object, list[Tensor]] = {}
+    for param in params:
+        if param.grad is not None:
+            found.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
+    return list(found.values())
+
+
+def _norm(params: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+    """The norm of the gradients, which are on one mesh."""
+    grads = [param.grad for param in params if param.grad is not None]
+    if math.isinf(norm_type) and is_dtensor(grads[0]):
+        return max_magnitude(grads)
+    # The norm of sharded gradients is sharded too.
+    return full_tensor(torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach))
 
 
 def _over_ranks(
     norm: Tensor, code: int, norm_type: float, group: dist.ProcessGroup, device: torch.device
 ) -> Tensor:
-    """The norm of the ranks' norms, the same on every rank.
-
-    Args:
-        norm: this rank's norm.
-        code: the index of its dtype, or that of no gradient.
-        norm_type: the p of the p-norm.
-        group: the ranks.
-        device: the device of this rank's parameters.
-    """
+    """The norm of the ranks' norms, the same on every rank; ``code`` is the index of this rank's
+    dtype, or that of no gradient, and ``device`` that of its parameters."""
     # In float64, since powers of a float32 norm may not fit float32. Gathered, since a reduction
     # by maximum loses what is not a number. The host does not wait for norms on the device.
     on_device = device.type != "cpu"

@@ -20,12 +20,13 @@ from torch.nn.parameter import is_lazy
 from penstock.errors import PartitionError
 from penstock.partition.plan import abbreviate
 from penstock.partition.ties import Tie, all_names, first_name
-from penstock.runtime.comm.process_group import collective_call, control_group, gather_state
+from penstock.runtime.comm.process_group import collective_call, control_group, gather_objects
 from penstock.schedule.placement import Placement
+from penstock.stage.dtensor import full_tensor
 from penstock.stage.stage import Stage
 from penstock.stage.wrappers import named_plainly, plain_name
 
-__all__ = ["ModelState", "names_in_common", "refuse_common"]
+__all__ = ["ModelState", "refuse_common"]
 
 
 class ModelState:
@@ -38,13 +39,6 @@ class ModelState:
         group: the ranks; None if all are in this process.
         names: the names in the whole model's state; None if unknown on this rank, so that any
             name may be another rank's.
-
-    Example:
-        >>> from penstock import PipelineStage
-        >>> from penstock.schedule.placement import linear
-        >>> stage = PipelineStage(nn.Linear(1, 1), 0, 1, "cpu")
-        >>> list(ModelState([stage], linear(1)).state_dict())
-        ['weight', 'bias']
     """
 
     def __init__(
@@ -71,7 +65,10 @@ class ModelState:
         return modules
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters, shared ones once, by the name that the first of their stages has."""
+        """This process's parameters under the unsplit model's names; shared ones once.
+
+        A tied parameter has its name in the earliest stage, even if that is on another rank.
+        """
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for stage in self._stages:
             index = self._model_stage(stage.stage_index)
@@ -81,7 +78,7 @@ class ModelState:
         yield from found.values()
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers."""
+        """This process's buffers under the unsplit model's names."""
         found: dict[int, tuple[str, Tensor]] = {}
         for module in self._distinct().values():
             for name, buffer in named_plainly(module, buffers=True):
@@ -89,7 +86,7 @@ class ModelState:
         yield from found.values()
 
     def parameter_stages(self) -> dict[str, int]:
-        """By a parameter's name, the stage of the model that has it; without tied names."""
+        """The model's stage of each of this process's parameters, by name; without tied names."""
         return {
             name: stage
             for stage, module in self._distinct().items()
@@ -100,21 +97,30 @@ class ModelState:
     def state_dict(
         self, *, full: bool = False, keep: Callable[[str], bool] = lambda _: True
     ) -> dict[str, Any]:
-        """Parameters and buffers whose names ``keep`` accepts; with ``full``, those of all ranks,
-        unsharded, on the CPU.
+        """This process's parameters and buffers under the unsplit model's names.
+
+        Args:
+            full: gather the state of all ranks, unsharded, on the CPU, in a collective call.
+            keep: a predicate that selects names, such as those of adapters.
 
         Raises:
-            PartitionError: stages have a name in common; with ``full``, also on several ranks.
+            PartitionError: manually split stages have a name in common.
         """
         if not full or self._group is None:
-            refuse_common(self._common_names())
+            refuse_common(self._value_stages())
             return self._local_state(keep)
         control = control_group(self._group)
         with collective_call(control, "state_dict(full=True)", (PartitionError,)):
-            mine = {str(self._group.rank()): (self.parameter_stages(), self._common_names())}
-            stages, common = zip(*gather_state(self._group, mine).values(), strict=True)
-            refuse_common(sorted({*names_in_common(stages), *chain.from_iterable(common)}))
-            return gather_state(self._group, self._local_state(keep))
+            # Collective over all replicas with shards of the same tensors, too.
+            local = {
+                name: full_tensor(value).detach().cpu() if isinstance(value, Tensor) else value
+                for name, value in self._local_state(keep).items()
+            }
+            mine = ([*self.parameter_stages().items()], self._value_stages(), local)
+            params, values, parts = zip(*gather_objects(control, mine), strict=True)
+            for named in (chain.from_iterable(params), *values):
+                refuse_common(named)
+        return {name: value for part in parts for name, value in part.items()}
 
     def _local_state(self, keep: Callable[[str], bool]) -> dict[str, Any]:
         return {
@@ -124,94 +130,82 @@ class ModelState:
             if keep(plain := plain_name(module, name))
         }
 
-    def _common_names(self) -> list[str]:
-        """Names of different tensors in several stages of this process."""
-        tensors: dict[str, set[int]] = {}
-        for module in self._distinct().values():
-            for _, plain, value in _named_values(module):
-                tensors.setdefault(plain, set()).add(id(value))
-        return sorted(n for n, ids in tensors.items() if len(ids) > 1 and n not in self._tied_names)
+    def _value_stages(self) -> list[tuple[str, int]]:
+        """By name, the stages of the model here that have different values; without tied names."""
+        owners: dict[int, int] = {}
+        return [
+            (plain, owners.setdefault(id(value), stage))
+            for stage, module in self._distinct().items()
+            for name, value in module.state_dict(keep_vars=True).items()
+            if (plain := plain_name(module, name)) not in self._tied_names
+        ]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load these stages' part of a plain model's state.
+        """Load this process's part of an unsplit model's state dict.
+
+        Any name of a tied parameter is accepted. A sharded parameter may be a full tensor in the
+        state dict, as ``state_dict(full=True)`` returns it.
 
         Raises:
-            PartitionError: names are missing, or none of the model's, or of another shape, and
-                nothing was loaded; or stages have a name in common.
+            PartitionError: names are missing, unknown or of another shape, or manually split
+                stages have a name in common. Nothing is loaded.
         """
-        refuse_common(self._common_names())
-        current = [_named_values(stage.submod) for stage in self._stages]
-        stages = zip(self._stages, current, strict=True)
-        sources = [self._sources(state_dict, stage, named) for stage, named in stages]
-        used = {source for names in sources for source in names.values()}
-        known = used.union(*((name, plain) for named in current for name, plain, _ in named))
-        missing = sorted(used - set(state_dict))
-        unknown = [] if self._names is None else sorted(set(state_dict) - known - self._names)
-        faults = [f"it lacks {abbreviate(missing)}"] if missing else []
-        faults += [f"it has {abbreviate(unknown)}, unknown here"] if unknown else []
-        for names, named in zip(sources, current, strict=True) if not faults else ():
-            for name, _, own in named:
-                value = state_dict[names[name]]
+        refuse_common(self._value_stages())
+        loads: list[tuple[nn.Module, dict[str, Any]]] = []
+        known: set[str] = set()
+        missing, misfits = [], []
+        for stage in self._stages:
+            loaded = {}
+            for name, own, sources in self._values(stage):
+                known.update(sources)
+                source = next((each for each in sources if each in state_dict), None)
+                if source is None:
+                    missing.append(sources[1])
+                    continue
+                value = state_dict[source]
                 if _has_shape(own) and _has_shape(value) and own.shape != value.shape:
                     was, expected = tuple(value.shape), tuple(own.shape)
-                    faults.append(f"{names[name]} has shape {was}, expected {expected}")
-        if faults:
+                    misfits.append(f"{source} has shape {was}, expected {expected}")
+                else:
+                    loaded[name] = _sharded_like(own, value)
+            loads.append((stage.submod, loaded))
+        unknown = [] if self._names is None else sorted(set(state_dict) - known - self._names)
+        faults = [f"it lacks {abbreviate(sorted({*missing}))}"] if missing else []
+        faults += [f"it has {abbreviate(unknown)}, unknown here"] if unknown else []
+        if faults := faults or misfits:
             raise PartitionError(
                 f"the state does not fit the model: {'; '.join(faults[:4])}"
                 f"{'; …' if faults[4:] else ''}; nothing was loaded: load the state of a model "
                 "like this one, or add and leave out what differs"
             )
-        for stage, names, named in zip(self._stages, sources, current, strict=True):
-            stage.submod.load_state_dict(
-                {name: _sharded_like(own, state_dict[names[name]]) for name, _, own in named}
-            )
+        for module, loaded in loads:
+            module.load_state_dict(loaded)
 
-    def _sources(
-        self, state_dict: Mapping[str, Any], stage: Stage, named: Sequence[tuple[str, str, Any]]
-    ) -> dict[str, str]:
-        """For each name of a stage, the name of its value in a state: its own, the plain one, or
-        that of a shared tensor's other places; the plain one if there is none."""
-        aliases: dict[int, list[str]] = {}
-        for _, plain, value in named:
-            aliases.setdefault(id(value), []).append(plain)
+    def _values(self, stage: Stage) -> Iterator[tuple[str, Any, list[str]]]:
+        """A stage's values: the name in the module, the value, and the names that it may have in a
+        state, the preferred first: its own, the plain one, and those of its other places."""
         index = self._model_stage(stage.stage_index)
-        sources = {}
-        for name, plain, value in named:
-            same = aliases[id(value)] if isinstance(value, Tensor) else []
+        values = stage.submod.state_dict(keep_vars=True)
+        plain = {name: plain_name(stage.submod, name) for name in values}
+        for name, value in values.items():
+            is_tensor = isinstance(value, Tensor)
+            same = [plain[n] for n, other in values.items() if is_tensor and other is value]
             tied = [other for alias in same for other in all_names(self._ties, index, alias)]
-            candidates = (each for each in (name, plain, *same, *tied) if each in state_dict)
-            sources[name] = next(candidates, plain)
-        return sources
+            yield name, value, [name, plain[name], *same, *tied]
 
 
-def _named_values(module: nn.Module) -> list[tuple[str, str, Any]]:
-    """A module's state: names in the module, names without wrappers, and values."""
-    state = module.state_dict(keep_vars=True)
-    return [(name, plain_name(module, name), value) for name, value in state.items()]
-
-
-def names_in_common(parameter_stages: Iterable[Mapping[str, int]]) -> list[str]:
-    """The names of parameters of several stages, of all ranks' ``parameter_stages``.
-
-    Example:
-        >>> names_in_common([{"a": 0, "b": 0}, {"a": 1}, {"b": 0}])
-        ['a']
-    """
-    stages: dict[str, set[int]] = {}
-    for name, stage in chain.from_iterable(each.items() for each in parameter_stages):
-        stages.setdefault(name, set()).add(stage)
-    return sorted(name for name, found in stages.items() if len(found) > 1)
-
-
-def refuse_common(names: Sequence[str]) -> None:
-    """Refuse names of several stages.
+def refuse_common(named: Iterable[tuple[str, int]]) -> None:
+    """Refuse names that several stages have, of pairs of a name and a stage that has it.
 
     Raises:
         PartitionError: there are such names.
     """
-    if names:
+    stages: dict[str, set[int]] = {}
+    for name, stage in named:
+        stages.setdefault(name, set()).add(stage)
+    if names := sorted(name for name, found in stages.items() if len(found) > 1):
         raise PartitionError(
-            f"several stages have the names {[*names[:4]]}{', …' if names[4:] else ''}, so one "
+            f"several stages have the names {names[:4]}{', …' if names[4:] else ''}, so one "
             "state can't hold them all; save and load stage.submod of each stage, or name "
             "their layers apart"
         )

@@ -1,7 +1,4 @@
-"""Consistency checks between ranks: same calls, same order, same program and options.
-
-An error names the ranks that differ and the values that differ.
-"""
+"""Consistency checks between ranks: same calls, same order, same program and options."""
 
 from __future__ import annotations
 
@@ -25,29 +22,26 @@ _log = logging.getLogger(__name__)
 
 # A header consists of an integer and the description of a call.
 INT_BYTES, HEADER_BYTES = 16, 160
+# Limit on the text of a fact, in characters: facts may be long, and ranks many.
+MAX_SHOWN = 200
 
 
 def digest(text: str) -> str:
-    """A short hash of a long text.
-
-    Example:
-        >>> digest("0F0,0B0")
-        'b83c824ac403bb94'
-    """
+    """A short hash of a long text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_consistent(
     facts: Mapping[str, Any],
-    transports: Sequence[Transport],
+    transport: Transport,
     shown: Mapping[str, str],
     inputs: tuple[int, int] = (0, 0),
 ) -> None:
-    """Compare facts over all ranks; a collective call.
+    """Compare facts over all ranks by their digests; a collective call.
 
     Args:
         facts: this process's JSON values, by the name that messages use.
-        transports: one per rank of this process.
+        transport: this rank's connection.
         shown: by fact, a text that messages show in place of the value.
         inputs: the digest of the first batch (see ``microbatch.inputs_digest``). Different digests
             are only logged, since they usually, but not always, are a mistake.
@@ -55,33 +49,29 @@ def check_consistent(
     Raises:
         ScheduleError: the ranks differ; raised on every rank.
     """
-    values = json.dumps([facts, {**facts, **shown}]).encode()
-    brief = json.dumps([digest(json.dumps(facts)), *inputs]).encode()
-    for transport in transports:
-        # Values are exchanged only if digests differ, since facts may be long and ranks many.
-        digests, kinds, batches = zip(
-            *map(json.loads, transport.all_gather_bytes(brief)), strict=True
+    rank = transport.rank
+    mine = {
+        fact: [digest(json.dumps(value)), str(shown.get(fact, value))[:MAX_SHOWN]]
+        for fact, value in facts.items()
+    }
+    gathered = transport.all_gather_bytes(json.dumps([mine, *inputs]).encode())
+    stated, kinds, batches = zip(*map(json.loads, gathered), strict=True)
+    first = next((other for other, kind in enumerate(kinds) if kind), rank)
+    if kinds[rank] and kinds[rank] == kinds[first] and batches[rank] != batches[first]:
+        _log.warning(
+            "rank %d was given other inputs than rank %d, whose are used; give every rank of a "
+            "pipeline the same batch (the same seed, and no DistributedSampler over its ranks), "
+            "or no inputs where they are not needed",
+            rank,
+            first,
         )
-        rank = transport.rank
-        first = next((other for other, kind in enumerate(kinds) if kind), rank)
-        if kinds[rank] and kinds[rank] == kinds[first] and batches[rank] != batches[first]:
-            _log.warning(
-                "rank %d was given other inputs than rank %d, whose are used; give every rank of a "
-                "pipeline the same batch (the same seed, and no DistributedSampler over its ranks),"
-                " or no inputs where they are not needed",
-                rank,
-                first,
+    for fact in facts:
+        if len({value for value, _ in (each[fact] for each in stated)}) > 1:
+            texts = (f"rank {rank}: {each[fact][1]}" for rank, each in enumerate(stated))
+            raise ScheduleError(
+                f"the ranks do not agree on {fact} ({', '.join(texts)}); pass the same on "
+                "every rank"
             )
-        if len(set(digests)) == 1:
-            continue
-        gathered = [json.loads(data) for data in transport.all_gather_bytes(values)]
-        for fact in facts:
-            if any(compared[fact] != gathered[0][0][fact] for compared, _ in gathered):
-                texts = (f"rank {rank}: {texts[fact]}" for rank, (_, texts) in enumerate(gathered))
-                raise ScheduleError(
-                    f"the ranks do not agree on {fact} ({', '.join(texts)}); pass the same on "
-                    "every rank"
-                )
 
 
 def pack_header(number: int, call: str) -> Tensor:
@@ -114,24 +104,19 @@ _running: list[tuple[object, dist.ProcessGroup | None]] = []
 
 @contextmanager
 def exclusive_step(engine: object, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Refuse a step of ``engine``, over ``group`` if any, within a step of the same engine or over
-    the same process group, such as in a loss function, where the other ranks would not join.
+    """Refuse a step of ``engine`` over ``group`` within a step of the same engine or group.
 
     Raises:
         ScheduleError: a step of this engine or process group is running.
     """
-    group = group if group is not None and group.size() > 1 else None
-    reason = None
-    if any(engine is running for running, _ in _running):
-        reason = "the same pipeline", "its microbatches' state is in use"
-    elif group is not None and any(group is other for _, other in _running):
-        reason = "another one over the same ranks", "the others do not join"
-    if reason is not None:
-        raise ScheduleError(
-            f"step() or eval() was called within a step of {reason[0]} (in a loss function, a hook "
-            f"or a module), where {reason[1]}: call it before, and pass its result as target= or "
-            "loss_kwargs="
-        )
+    for running, other in _running:
+        if running is engine or (group is not None and group is other and group.size() > 1):
+            within = "the same pipeline" if running is engine else "another one over the same ranks"
+            raise ScheduleError(
+                f"step() or eval() was called within a step of {within} (in a loss function, a "
+                "hook or a module), where other ranks do not join and microbatches' state is in "
+                "use: call it before, and pass its result as target= or loss_kwargs="
+            )
     entry = (engine, group)
     _running.append(entry)
     try:

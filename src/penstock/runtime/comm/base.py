@@ -1,11 +1,9 @@
 """The transport interface of the runtime, and the queue of receives from one peer.
 
-A transport has two planes. The *data plane* moves tensors. The *control plane* moves bytes and
-integers, such as metadata and consistency checks. Both preserve the order of messages between each
-ordered pair of ranks. The interface does not depend on programs.
-
-A new transport derives from ``Transport``. ``loopback.py`` is the smallest example; ``c10d.py`` is
-the base of the transports over ``torch.distributed``.
+The *data plane* moves tensors, the *control plane* bytes and integers, such as metadata and
+consistency checks. Both preserve the order of messages between each ordered pair of ranks. A new
+transport derives from ``Transport``: ``loopback.py`` is the smallest, ``c10d.py`` the base of those
+over ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -15,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,22 +24,16 @@ from penstock.errors import PenstockError
 from penstock.stage.boundary import TensorMeta
 from penstock.stage.stage import MicrobatchState
 
-__all__ = ["MetasOf", "PendingReceive", "RecvQueue", "Transport", "empty_tensors"]
+__all__ = ["MetasOf", "PendingReceive", "RecvQueue", "Transport"]
 
-
-class PendingReceive(Protocol):
-    """A posted receive."""
-
-    def wait(self) -> Sequence[Tensor]:
-        """Wait for the tensors; on CUDA, make the current stream wait."""
+PendingReceive: TypeAlias = Callable[[], Sequence[Tensor]]
+"""A posted receive. A call waits for the tensors; on CUDA, it makes the current stream wait."""
 
 
 class Transport(ABC):
     """One rank's connection to the other ranks. By default nothing is awaited and nothing fails.
 
     Attributes:
-        rank: this rank, from 0.
-        num_ranks: the number of ranks.
         schedule_index: the index of the schedule among all schedules over the same ranks, from 0.
     """
 
@@ -48,27 +41,19 @@ class Transport(ABC):
     num_ranks: int
     schedule_index: int = 0
 
-    # --- calls ---
-
     def begin(self, call: str) -> None:
-        """Begin a collective call, named alike on every rank; the first one connects the ranks."""
+        """Begin a collective call, named alike on every rank."""
 
     def end(self) -> None:
         """End the call; no waits until the next call."""
 
     def fail(self, error: BaseException) -> PenstockError | None:
-        """Publish this rank's failure, or find the first cause.
-
-        Returns:
-            The exception to raise if another rank's failure was the cause; None if ``error``
-            itself is the cause.
-        """
+        """Publish this rank's failure; returns the exception to raise in place of ``error`` if
+        another rank's failure was the cause."""
         return None
 
     def close(self) -> None:
         """Stop the threads of this connection."""
-
-    # --- data plane ---
 
     @abstractmethod
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
@@ -87,13 +72,10 @@ class Transport(ABC):
         """Register peers for tensor exchange before the next call; both peers must register."""
 
     def allow_unbounded_sends(self, allowed: bool) -> None:
-        """Allow unlimited sends in flight: while receives are posted late, waiting for a send could
-        block both peers."""
+        """Allow unlimited sends in flight, as needed while receives are posted late."""
 
     def drain(self) -> None:
         """Wait until all sends have completed."""
-
-    # --- control plane ---
 
     @abstractmethod
     def send_metadata(self, peer: int, data: bytes) -> None:
@@ -126,8 +108,6 @@ class Transport(ABC):
     def barrier(self) -> None:
         """Wait for all ranks, so that no rank leaves a step in which another rank fails."""
 
-    # --- replicas ---
-
     def watch_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Publish failures to the groups that replicate or shard stages, and watch theirs."""
 
@@ -136,26 +116,16 @@ class Transport(ABC):
         return nullcontext()
 
 
-def empty_tensors(metas: Sequence[TensorMeta], device: torch.device) -> list[Tensor]:
-    """Allocate uninitialized receive buffers."""
-    return [torch.empty(meta.wire_shape, dtype=meta.dtype, device=device) for meta in metas]
-
-
 MetasOf: TypeAlias = Callable[[MicrobatchState, bytes | None], Sequence[TensorMeta] | None]
 """Returns the cached metadata of a message, or None; then called with the peer's bytes."""
 
 
 class RecvQueue:
-    """The receives from one peer whose metadata is unknown, in the order of the peer's sends.
+    """The receives from ``peer`` whose metadata is unknown, in the order of the peer's sends.
 
     A receive is posted directly if its metadata is cached and none is deferred. Otherwise (a
     new shape, resent metadata, dynamic shapes) the wait that needs it receives its metadata and
     posts it. Later receives queue behind it, which preserves the order on the wire.
-
-    Args:
-        transport: this rank's connection.
-        peer: the rank that sends.
-        device: the device of the receive buffers.
     """
 
     def __init__(self, transport: Transport, peer: int, device: torch.device) -> None:
@@ -164,31 +134,26 @@ class RecvQueue:
         self._transport = transport
         self._device = device
 
-    def defer(self, metas_of: MetasOf, state: MicrobatchState) -> _DeferredReceive:
+    def defer(self, metas_of: MetasOf, state: MicrobatchState) -> PendingReceive:
         """Defer the receive of the next message until it, or a later receive, is waited for."""
-        self.deferred.append(_DeferredReceive(self, metas_of, state))
-        return self.deferred[-1]
+        self.deferred.append(_DeferredReceive(metas_of, state))
+        return partial(self._wait, self.deferred[-1])
 
-    def post_next(self) -> None:
-        """Post the oldest deferred receive; waits for its metadata if necessary."""
-        receive = self.deferred.popleft()
-        metas = receive.metas_of(receive.state, None)
-        if metas is None:
-            data = self._transport.recv_metadata(self.peer)
-            metas = receive.metas_of(receive.state, data)
-        assert metas is not None
-        receive.posted = self._transport.receive(self.peer, metas, self._device)
+    def _wait(self, receive: _DeferredReceive) -> Sequence[Tensor]:
+        """Post ``receive`` and the ones before it, and wait for its tensors."""
+        while receive.posted is None:
+            oldest = self.deferred.popleft()
+            metas = oldest.metas_of(oldest.state, None)
+            if metas is None:
+                data = self._transport.recv_metadata(self.peer)
+                metas = oldest.metas_of(oldest.state, data)
+            assert metas is not None
+            oldest.posted = self._transport.receive(self.peer, metas, self._device)
+        return receive.posted()
 
 
 @dataclass(slots=True)
 class _DeferredReceive:
-    queue: RecvQueue
     metas_of: MetasOf
     state: MicrobatchState
     posted: PendingReceive | None = None
-
-    def wait(self) -> Sequence[Tensor]:
-        """Post this receive and the ones before it, and wait for the tensors."""
-        while self.posted is None:
-            self.queue.post_next()
-        return self.posted.wait()

@@ -1,17 +1,18 @@
-"""Base of the transports over ``torch.distributed``: messages, control plane, failures.
+"""The transport of CPU tensors over ``torch.distributed``, and the base of NCCL's.
 
-    GlooTransport   tensors on the CPU    the user's group, or a gloo group of the same ranks
-    NcclTransport   tensors on CUDA       two NCCL groups, and a gloo group for the control plane
+    C10dTransport   tensors on the CPU   the user's group, or a gloo group of the same ranks
+    NcclTransport   tensors on CUDA      two NCCL groups, and a gloo group for the control plane
 
-During waits a watchdog reads the error store (``runtime/failure.py``), and aborts the wait by the
-transport's ``abort`` if another rank has failed.
+During waits a watchdog reads the error store (``runtime/failure.py``). If another rank has failed,
+it aborts the wait by closing gloo's connection to the peer. Every wait on it then fails at once,
+except for a partially received message, which gloo never completes. Therefore a separate thread
+waits for large messages, and the waiter can leave it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from abc import abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,39 +29,36 @@ from penstock import _torch_compat
 from penstock.cause import key_of, store_of, withdraw_early
 from penstock.errors import PenstockError
 from penstock.runtime.comm.agreement import pack_header, unpack_headers
-from penstock.runtime.comm.base import Transport, empty_tensors
-from penstock.runtime.failure import ErrorStore, calls_over
-from penstock.runtime.watchdog import Peers, Watchdog
+from penstock.runtime.comm.base import PendingReceive, Transport
+from penstock.runtime.failure import BackgroundCall, ErrorStore, Peers, Watchdog, calls_over
 from penstock.stage.boundary import TensorMeta
 
 __all__ = [
     "C10dTransport",
     "InFlightSends",
-    "PostedReceive",
+    "LargeMessage",
     "as_wire",
     "break_pairs",
     "control_group",
     "is_closed",
 ]
 
-METADATA_TAG = 0x5E8
-RELAY_TAG = 0x5E9
-DATA_TAG = 0x5E7
-POKE_TAG = 0x5EA
+DATA_TAG, METADATA_TAG, RELAY_TAG, POKE_TAG = range(0x5E7, 0x5EB)
 METADATA_BYTES = 4096
 # Limit on a wait in torch that the watchdog could not abort.
 MAX_OVERTIME_S = 5.0
-# Torch's own timeout of a control group.
-CONTROL_TIMEOUT_S = 1800.0
-# Torch stores timeouts as integers.
-MAX_TIMEOUT_S = 1e7
+# Larger messages are awaited in a thread. The system buffers a good part of this size, so that much
+# of a message arrives even if the sender has died.
+MIN_LARGE_BYTES = 1 << 20
+# The interval between connection checks, each of which leaks some bytes in gloo, and the grace
+# period for a wait to end by itself, with gloo's own error.
+CHECK_INTERVAL_S, MAX_END_S = 1.0, 0.2
+# Torch's own timeout of a control group, and the limit on timeouts, which it stores as integers.
+CONTROL_TIMEOUT_S, MAX_TIMEOUT_S = 1800.0, 1e7
 # The dtypes that NCCL supports. Tensors of other dtypes are sent as bytes.
-WIRE_DTYPES = frozenset(
-    {
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-        *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
-    }
-)
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_INTS = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
+WIRE_DTYPES = frozenset((*_FLOATS, *_INTS))
 
 
 @dataclass(slots=True)
@@ -71,34 +69,46 @@ class InFlightSends:
     sends: deque[tuple[int, Any, Tensor]] = field(default_factory=deque)
     num_bytes: int = 0
     num_messages: int = 0
+    control: list[tuple[Any, Tensor]] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class PostedReceive:
-    """A receive posted over a process group."""
+@dataclass(frozen=True, slots=True)
+class LargeMessage:
+    """The works of a large message, one per tensor, with the interface of one work."""
 
-    transport: C10dTransport
-    peer: int
-    tensors: Sequence[Tensor]
     works: Sequence[Any]
+    is_cut_short: Callable[[], bool]  # whether the connection is closed
 
-    def wait(self) -> Sequence[Tensor]:
-        """Wait for the tensors."""
-        self.transport.wait_for_message(self.works, self.tensors, self.peer)
-        return self.tensors
+    def wait(self, limit: timedelta) -> None:
+        """Wait for the whole message; raises a RuntimeError if the connection was closed, or
+        ``limit`` has passed."""
+        waiting = BackgroundCall(partial(self._wait, limit))
+        while not waiting.is_done(within_s=CHECK_INTERVAL_S):
+            if self.is_cut_short() and not waiting.is_done(within_s=MAX_END_S):
+                raise RuntimeError("the connection was closed in the middle of a message")
+        if waiting.value is not None:
+            raise waiting.value
+
+    def _wait(self, limit: timedelta) -> RuntimeError | None:
+        try:
+            for work in self.works:
+                work.wait(limit)
+        except RuntimeError as error:
+            return error
+        return None
 
 
 class C10dTransport(Transport):
-    """One rank's transport over process groups; see ``base.Transport``.
+    """One rank's transport over process groups.
 
     Args:
         group: the pipeline's group; its ranks are the pipeline's ranks.
         device: the device of the stages' tensors.
         number: the number of earlier schedules over this group; the same on all ranks.
-        timeout_s: the limit on any wait, in seconds.
+        timeout_s: the limit on any wait.
     """
 
-    # True if torch itself may wait anywhere, so that the watchdog also reads between waits.
+    # Whether torch itself may wait anywhere, so that the watchdog also reads between waits.
     always_watched = False
     # Limits on the bytes and the number of sends in flight to one peer before the host waits; two
     # sends are always allowed. A checked program is deadlock-free even if sends block.
@@ -112,10 +122,10 @@ class C10dTransport(Transport):
         self.num_ranks = group.size()
         self.schedule_index = number
         self._group = group
+        # A group of the same ranks for CPU tensors, once the first call has begun.
         self._control: Any = None
         self._device = device
         self._in_flight: defaultdict[int, InFlightSends] = defaultdict(InFlightSends)
-        self._metadata: defaultdict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
         # References to the latest collective's tensors. Gloo's threads may drop theirs long
         # after the wait. Dropping the last one at exit would abort the process.
         self._collected: Sequence[Tensor] = ()
@@ -130,35 +140,19 @@ class C10dTransport(Transport):
             timedelta(seconds=min(timeout_s + MAX_OVERTIME_S, MAX_TIMEOUT_S)),
         )
 
-    # --- of each backend -----------------------------------------------------------------------
-
-    @abstractmethod
-    def group_with(self, peer: int, *, sends: bool) -> Any:
-        """The process group of the messages to or from ``peer``."""
-
-    @abstractmethod
-    def bound_sends(self, in_flight: InFlightSends, peer: int) -> None:
-        """Drop completed sends, or wait for them, if too many are in flight."""
-
-    def connect(self) -> None:
-        """Create missing groups and connections; a collective call."""
-
-    def wait_for_message(self, works: Sequence[Any], tensors: Sequence[Tensor], peer: int) -> None:
-        """Wait until ``tensors`` are sent to ``peer`` or received from ``peer``."""
-        self.wait_for(works, peer)
-
-    # --- calls ---------------------------------------------------------------------------------
-
     def begin(self, call: str) -> None:
-        self._calls.begin(call)
+        self._calls.name = call
+        self._calls.count += 1
         withdraw_early(self._group)
         if self._control is None:
             if not _torch_compat.takes_cpu_tensors(self._group):
                 self._await_all_ranks()
             self._control = control_group(self._group)
-            self._watch(())
-        self._watchdog.start()
+        self._watch()
         self.connect()
+
+    def connect(self) -> None:
+        """Create missing groups and connections; a collective call."""
 
     def end(self) -> None:
         self._watchdog.rest()
@@ -167,14 +161,15 @@ class C10dTransport(Transport):
         self._watchdog.stop()
 
     def fail(self, error: BaseException) -> PenstockError | None:
-        wait = self._watchdog.stop()
+        watchdog, wait = self._watchdog, self._watchdog.stop()
         if isinstance(error, PenstockError):
-            # No wait failed, unless torch waited for replicas within an action.
+            # Torch may have waited for replicas within an action.
             is_broken = self._replicas and self._is_broken_wait(error.__cause__)
             wait = ((), Peers.REPLICAS) if is_broken else None
         elif not isinstance(error, RuntimeError):
             wait = None  # Ctrl-C may reach a waiting rank
-        return self._errors.error_to_raise(error, wait, self._watchdog)
+        timed_out_s = watchdog.timeout_s if watchdog.timed_out else None
+        return self._errors.error_to_raise(error, wait, timed_out_s)
 
     def _is_broken_wait(self, error: BaseException | None) -> bool:
         """True if ``error`` is a wait ended by the watchdog or by a process's death."""
@@ -182,41 +177,36 @@ class C10dTransport(Transport):
 
     def abort(self, peer: int | Peers) -> None:
         """Abort the main thread's wait for ``peer``, in gloo; called in the watchdog's thread."""
-        if isinstance(peer, int):
-            break_pairs(self._control, [peer])
-            return
         for group in self._replicas if peer is Peers.REPLICAS else (self._control,):
             if _torch_compat.takes_cpu_tensors(group):
-                break_pairs(group, range(group.size()))
+                break_pairs(group, [peer] if isinstance(peer, int) else range(group.size()))
 
     def watch_replicas(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        groups = tuple(group for group in groups if group.size() > 1)
+        groups = tuple(dict.fromkeys(group for group in groups if group.size() > 1))
         if groups != self._replicas:
             self._replicas = groups
             self._errors = ErrorStore(self._group, self.schedule_index, groups)
-            self._watch(groups)
+            self._watch()
 
-    def _watch(self, replicas: Sequence[dist.ProcessGroup]) -> None:
-        errors = ErrorStore(self._group, self.schedule_index, replicas, in_thread=True)
-        self._watchdog.watch(errors, always=self.always_watched or bool(replicas))
+    def _watch(self) -> None:
+        always = self.always_watched or bool(self._replicas)
+        self._watchdog.start(self._errors, always=always)
 
     def _await_all_ranks(self) -> None:
-        """Wait, watched, until every rank is about to create a group; torch's wait is unwatched."""
+        """Wait, watched, until every rank is about to create a group, as torch's wait is not."""
         store, key = store_of(self._group), key_of(self._group, f"{self.schedule_index}/here")
-        errors = self._errors
+        errors, watchdog = self._errors, self._watchdog
         store.add(key, 1)
-        end = time.monotonic() + self._watchdog.timeout_s
+        end = time.monotonic() + watchdog.timeout_s
         while store.add(key, 0) < self.num_ranks:
-            self._watchdog.timed_out = time.monotonic() > end
-            if errors.read(0.0) is not None or errors.is_lost or self._watchdog.timed_out:
-                self._watchdog.waiting_for = ((), Peers.ALL_RANKS)
+            watchdog.timed_out = time.monotonic() > end
+            if errors.read(0.0) is not None or errors.is_lost or watchdog.timed_out:
+                watchdog.waiting_for = ((), Peers.ALL_RANKS)
                 raise RuntimeError("ranks are missing where a group is made")
-            time.sleep(max(0.02, errors.interval_s))
-
-    # --- waits, watched ------------------------------------------------------------------------
+            time.sleep(errors.interval_s / 10)
 
     def post(self, start: Callable[[], Any], peer: int | Peers) -> Any:
-        """Start a work by ``start``; a failure to start is recorded as an aborted wait."""
+        """Start a work; a failure to start is recorded as an aborted wait."""
         try:
             return start()
         except NotImplementedError:
@@ -248,6 +238,15 @@ class C10dTransport(Transport):
     def waiting_for_replicas(self) -> contextlib.AbstractContextManager[None]:
         return self.watching(Peers.REPLICAS)
 
+    def wait_for_message(
+        self, works: Sequence[Any], tensors: Sequence[Tensor], peer: int
+    ) -> Sequence[Tensor]:
+        """Wait until ``tensors`` are sent to ``peer`` or received from ``peer``; returns them."""
+        if sum(tensor.nbytes for tensor in tensors) >= MIN_LARGE_BYTES:
+            works = (LargeMessage(works, partial(is_closed, self._control, peer)),)
+        self.wait_for(works, peer)
+        return tensors
+
     # --- data plane ----------------------------------------------------------------------------
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
@@ -260,6 +259,26 @@ class C10dTransport(Transport):
             in_flight.num_bytes += wire.nbytes
         self.bound_sends(in_flight, peer)
 
+    def group_with(self, peer: int, *, sends: bool) -> Any:
+        """The process group of the messages to or from ``peer``."""
+        return self._control
+
+    def bound_sends(self, in_flight: InFlightSends, peer: int) -> None:
+        """Drop completed sends, or wait for them, if too many are in flight."""
+        # More sends cost memory, and a wait costs a thread switch.
+        while not self.may_send_on(in_flight):
+            _, work, tensor = in_flight.sends[0]
+            self.wait_for_message((work,), (tensor,), peer)
+            in_flight.num_bytes -= tensor.nbytes
+            in_flight.sends.popleft()
+
+    def release(self, peer: int, num_messages: int) -> None:
+        in_flight = self._in_flight[peer]
+        sends = in_flight.sends
+        while sends and sends[0][0] <= num_messages:
+            self.wait_for((sends[0][1],), peer)  # returns at once, since the tensor has arrived
+            in_flight.num_bytes -= sends.popleft()[2].nbytes
+
     def may_send_on(self, in_flight: InFlightSends) -> bool:
         """True if the host need not wait for the sends in flight."""
         num_sends = len(in_flight.sends)
@@ -270,12 +289,12 @@ class C10dTransport(Transport):
 
     def receive(
         self, peer: int, metas: Sequence[TensorMeta], device: torch.device
-    ) -> PostedReceive:
+    ) -> PendingReceive:
         group = self.group_with(peer, sends=False)
-        tensors = empty_tensors(metas, device)
+        tensors = [torch.empty(m.wire_shape, dtype=m.dtype, device=device) for m in metas]
         wires = map(as_wire, tensors)
         works = [self.post(partial(group.recv, [w], peer, DATA_TAG), peer) for w in wires]
-        return PostedReceive(self, peer, tensors, works)
+        return partial(self.wait_for_message, works, tensors, peer)
 
     def allow_unbounded_sends(self, allowed: bool) -> None:
         self._sends_are_unbounded = allowed
@@ -284,10 +303,8 @@ class C10dTransport(Transport):
         for peer, in_flight in self._in_flight.items():
             sends = in_flight.sends
             self.wait_for_message([work for _, work, _ in sends], [t for *_, t in sends], peer)
+            self.wait_for([work for work, _ in in_flight.control], peer)
         self._in_flight.clear()
-        for peer, metadata in self._metadata.items():
-            self.wait_for([work for work, _ in metadata], peer)
-        self._metadata.clear()
 
     # --- control plane -------------------------------------------------------------------------
 
@@ -301,17 +318,16 @@ class C10dTransport(Transport):
     def _send_control(self, peer: int, tensor: Tensor, tag: int) -> None:
         # The peer may read it late, unordered with tensors, so it is kept until the step ends.
         work = self.post(lambda: self._control.send([tensor], peer, tag), peer)
-        self._metadata[peer].append((work, tensor))
+        self._in_flight[peer].control.append((work, tensor))
 
     def recv_metadata(self, peer: int) -> bytes:
-        head = self._recv_bytes(peer, METADATA_BYTES)
-        length = int.from_bytes(head[:8], "little")
-        data = head[8 : 8 + length]
-        return data + self._recv_bytes(peer, length - len(data)) if length > len(data) else data
-
-    def _recv_bytes(self, peer: int, length: int) -> bytes:
-        tensor = torch.empty(length, dtype=torch.uint8, device="cpu")
-        return bytes(self._recv_control(peer, tensor, METADATA_TAG))
+        head = torch.empty(METADATA_BYTES, dtype=torch.uint8, device="cpu")
+        data = bytes(self._recv_control(peer, head, METADATA_TAG))
+        length, data = int.from_bytes(data[:8], "little"), data[8:]
+        if length > len(data):
+            rest = torch.empty(length - len(data), dtype=torch.uint8, device="cpu")
+            data += bytes(self._recv_control(peer, rest, METADATA_TAG))
+        return data[:length]
 
     def _recv_control(self, peer: int, tensor: Tensor, tag: int) -> list[int]:
         self.wait_for((self.post(lambda: self._control.recv([tensor], peer, tag), peer),), peer)
@@ -358,15 +374,13 @@ class C10dTransport(Transport):
         return parts
 
 
-# NCCL group → its gloo group of the same ranks, made once, with weak references.
+# NCCL group → its gloo group of the same ranks, made once, with weak keys.
 _control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for CPU tensors; a collective call.
-
-    All calls over ``group`` share it, so that ranks in different calls detect the difference.
-    """
+    """A group of the same ranks for CPU tensors, shared by all calls over ``group``, so that ranks
+    in different calls detect the difference; a collective call."""
     if _torch_compat.takes_cpu_tensors(group):
         return group
     if group not in _control_groups:
@@ -378,8 +392,8 @@ def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def break_pairs(group: dist.ProcessGroup, peers: Iterable[int]) -> None:
-    """Close gloo's connections to ``peers``, as a receive that times out does, so that waits on
-    them fail at once."""
+    """Close gloo's connections to ``peers`` by receives that time out, so that waits on them fail
+    at once."""
     for peer in peers:
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):
@@ -401,12 +415,7 @@ def _poke(group: dist.ProcessGroup, peer: int) -> Any:
 
 
 def as_wire(tensor: Tensor) -> Tensor:
-    """A view of a contiguous tensor in a dtype of NCCL; a copy if it is conjugated.
-
-    Example:
-        >>> as_wire(torch.zeros(3, dtype=torch.complex64)).shape
-        torch.Size([24])
-    """
+    """A view of a contiguous tensor in a dtype of NCCL, or as bytes; a copy if it is conjugated."""
     if tensor.dtype in WIRE_DTYPES:
         return tensor
     return tensor.resolve_conj().reshape(-1).view(torch.uint8)

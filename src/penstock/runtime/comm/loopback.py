@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from penstock.errors import InternalError
-from penstock.runtime.comm.base import Transport
+from penstock.runtime.comm.base import PendingReceive, Transport
 from penstock.stage.boundary import TensorMeta
 
 __all__ = ["LoopbackTransport", "loopback"]
@@ -29,25 +30,16 @@ class _Edge:
     num_sent: int = 0
     num_posted: int = 0
     metadata: deque[bytes] = field(default_factory=deque)
-    ints: deque[list[int]] = field(default_factory=deque)
 
-
-@dataclass(slots=True)
-class _LoopbackReceive:
-    edge: _Edge
-    number: int
-
-    def wait(self) -> Sequence[Tensor]:
-        if self.number not in self.edge.tensors:
-            raise InternalError(f"message {self.number} is waited for before it is sent")
-        return self.edge.tensors.pop(self.number)
+    def wait(self, number: int) -> Sequence[Tensor]:
+        if number not in self.tensors:
+            raise InternalError(f"message {number} is waited for before it is sent")
+        return self.tensors.pop(number)
 
 
 class LoopbackTransport(Transport):
-    """One rank's transport, made by ``loopback``; see ``base.Transport``.
-
-    All ranks are built from the same arguments, so that collectives return this rank's own value.
-    """
+    """One rank's transport, made by ``loopback``. All ranks are built from the same arguments, so
+    that collectives return this rank's own value."""
 
     def __init__(
         self, edges: defaultdict[tuple[int, int], _Edge], rank: int, num_ranks: int
@@ -63,10 +55,10 @@ class LoopbackTransport(Transport):
 
     def receive(
         self, peer: int, metas: Sequence[TensorMeta], device: torch.device
-    ) -> _LoopbackReceive:
+    ) -> PendingReceive:
         edge = self._edges[peer, self.rank]
         edge.num_posted += 1
-        return _LoopbackReceive(edge, edge.num_posted - 1)
+        return partial(edge.wait, edge.num_posted - 1)
 
     def send_metadata(self, peer: int, data: bytes) -> None:
         self._edges[self.rank, peer].metadata.append(data)
@@ -75,15 +67,9 @@ class LoopbackTransport(Transport):
         return self._edges[peer, self.rank].metadata.popleft()
 
     def broadcast_ints(self, numbers: Sequence[int], root: int) -> list[int]:
-        if self.rank != root:
-            return self._edges[root, self.rank].ints.popleft()
-        for peer in range(self.num_ranks):
-            if peer != root:
-                self._edges[root, peer].ints.append(list(numbers))
-        return list(numbers)
+        raise InternalError("ranks in one process have the same numbers")
 
     def all_reduce(self, tensor: Tensor) -> None:
-        # Ranks run in turn, so that an earlier rank would need the tensor of a later one.
         raise InternalError("ranks in one process sum by themselves")
 
     def all_gather_ints(self, number: int) -> list[int]:

@@ -5,21 +5,19 @@ so that a send never queues behind a receive of the same pair. Works only order 
 runs ahead of the device, and keeps tensors alive until the device has sent them.
 
 The host blocks at the first exchange of two ranks, and within a step these waits could form a
-cycle. Connections are therefore made before the first step, in one global order of pairs: both
-ranks of the first missing pair have then always reached it.
+cycle. Connections are therefore made before the first step, in one global order of pairs.
 
 With a single device queue for all streams (``CUDA_DEVICE_MAX_CONNECTIONS=1``) a receive at its
-head would block the compute that the peer waits for. Each pair of ranks then uses one channel, with
-one order of messages in both directions.
+head would block the compute that the peer waits for. Each pair of ranks then uses one channel.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +28,7 @@ from penstock import _torch_compat
 from penstock.cause import key_of
 from penstock.errors import PenstockError
 from penstock.runtime.comm.c10d import MAX_TIMEOUT_S, C10dTransport, InFlightSends
-from penstock.runtime.watchdog import Peers, poll
+from penstock.runtime.failure import BackgroundCall, Peers, poll
 from penstock.schedule.channels import Channels
 from penstock.stage.device_streams import Event, streams_of
 
@@ -43,7 +41,7 @@ MAX_ABORT_S = 5.0
 
 
 class NcclTransport(C10dTransport):
-    """One rank's transport for CUDA tensors; see ``C10dTransport``."""
+    """One rank's transport for CUDA tensors."""
 
     always_watched = True
     # The host waits only if it is far ahead.
@@ -55,18 +53,17 @@ class NcclTransport(C10dTransport):
         super().__init__(group, device, number, timeout_s)
         self._limit = ()
         self._streams = streams_of(device)
-        # Recorded after the last successful step.
-        self._last_step: Event = None
+        self._last_step: Event = None  # recorded after the last successful step
         self._up: Any = None
         self._down: Any = None
         self._unconnected: set[int] = set()
-        self._has_reduced = False
 
     def register_peers(self, peers: Iterable[int]) -> None:
         self._unconnected.update(peers)
 
     def connect(self) -> None:
-        if self._up is None:
+        is_first = self._up is None
+        if is_first:
             self.all_gather_ints(0)  # all ranks are in this call and will create groups
             self._up, self._down = self._new_group("up"), self._new_group("down")
         peers, self._unconnected = self._unconnected, set()
@@ -77,8 +74,7 @@ class NcclTransport(C10dTransport):
                 move = group.send if self.rank == source else group.recv
                 with self.watching(peer):
                     move([scrap], peer, 0).wait()
-        if not self._has_reduced:
-            self._has_reduced = True
+        if is_first:
             with self.watching(Peers.ALL_RANKS):
                 self._up.allreduce([scrap]).wait()
 
@@ -104,7 +100,14 @@ class NcclTransport(C10dTransport):
             in_flight.num_bytes -= tensor.nbytes
             sends.popleft()
 
-    # ``release`` does nothing: a wait of the host does not imply that a message has arrived.
+    def release(self, peer: int, num_messages: int) -> None:
+        """Does nothing: a wait of the host does not imply that a message has arrived."""
+
+    def wait_for_message(
+        self, works: Sequence[Any], tensors: Sequence[Tensor], peer: int
+    ) -> Sequence[Tensor]:
+        self.wait_for(works, peer)
+        return tensors
 
     def all_reduce(self, tensor: Tensor) -> None:
         if not tensor.is_cuda:
@@ -132,20 +135,16 @@ class NcclTransport(C10dTransport):
         self.abort_groups((*replicas, self._up, self._down))
 
     def abort_groups(self, groups: Sequence[dist.ProcessGroup | None]) -> None:
-        """Abort groups, with their kernels, once the previous step has ended on the device, or
-        after a timeout."""
+        """Abort groups and their kernels, once the previous step has ended on the device."""
         streams, last = self._streams, self._last_step
         if streams is not None and last is not None:
             with contextlib.suppress(RuntimeError):  # the device itself is broken
                 poll(lambda: streams.is_over(last) or None, for_s=MAX_SETTLE_S)
         # Concurrently: NCCL frees a communicator only when no other one's kernel is running.
-        made = [group for group in groups if group is not None]
-        threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in made]
-        for thread in threads:
-            thread.start()
+        aborts = [BackgroundCall(partial(_abort, group)) for group in groups if group is not None]
         end = time.monotonic() + MAX_ABORT_S
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        for abort in aborts:
+            abort.is_done(within_s=max(0.0, end - time.monotonic()))
 
 
 def _abort(group: dist.ProcessGroup) -> None:
@@ -154,16 +153,11 @@ def _abort(group: dist.ProcessGroup) -> None:
 
 
 def channels_of(device: torch.device) -> Channels:
-    """The channels between ranks on this device: one per pair, or one per direction."""
+    """The channels between ranks: one per pair, or one per direction."""
     has_one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
     return Channels(per_pair=device.type == "cuda" and has_one_queue)
 
 
 def pairs_of(rank: int, peers: Iterable[int]) -> list[tuple[int, int]]:
-    """The pairs of a rank with its peers, in the global order of connecting.
-
-    Example:
-        >>> pairs_of(1, [3, 0, 2])
-        [(0, 1), (1, 2), (1, 3)]
-    """
+    """The pairs of a rank with its peers, the lower rank first, in the global order."""
     return sorted((min(rank, peer), max(rank, peer)) for peer in peers)

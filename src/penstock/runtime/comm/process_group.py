@@ -1,34 +1,27 @@
-"""The pipeline's process group, its transport, and collectives outside of steps.
-
-This module depends on neither models nor schedules.
-"""
+"""The pipeline's process group, its transport, and collectives outside of steps."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from sys import maxsize
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock._torch_compat import takes_cpu_tensors
-from penstock.cause import own_group
+from penstock.cause import default_group, own_group
 from penstock.errors import PenstockError, ScheduleError, StageError
-from penstock.runtime.comm.agreement import pack_header, unpack_headers
 from penstock.runtime.comm.c10d import C10dTransport, control_group
-from penstock.runtime.comm.gloo import GlooTransport
 from penstock.runtime.comm.nccl import NcclTransport
-from penstock.runtime.failure import NO_SCHEDULE, calls_over
-from penstock.runtime.watchdog import Peers
+from penstock.runtime.failure import Peers, calls_over
 from penstock.stage.device_streams import indexed
-from penstock.stage.dtensor import full_tensor
 
 __all__ = [
     "Link",
@@ -37,30 +30,22 @@ __all__ = [
     "collective_call",
     "control_group",
     "from_first_rank",
-    "gather_state",
+    "gather_objects",
     "make_transport",
     "measure_link",
     "process_group",
 ]
 
-# The time that a wait for a small message runs without a watchdog, and without sleeping.
-QUICK_S = 0.05
-SPIN_S = 2e-3
-# Of ``measure_link``: the size of a large message, the number of round trips (the fastest counts,
-# since a rank may have waited in the others), and the lower bound on the share of a large message's
-# time that the bandwidth term takes.
-LARGE_BYTES = 1 << 20
-NUM_TRIPS = 5
-MIN_SHARE = 0.01
+T = TypeVar("T")
+
+# Of ``measure_link``: the size of a large message, and the number of round trips (the fastest
+# counts, since a rank may have waited in the others).
+LARGE_BYTES, NUM_TRIPS = 1 << 20, 5
 
 
 def chosen_device(requested: torch.device | str | None) -> torch.device:
-    """The requested device with its index; by default this process's GPU under torchrun, else CPU.
-
-    Example:
-        >>> chosen_device("cpu")
-        device(type='cpu')
-    """
+    """The requested device with its index; by default this process's GPU under torchrun, else
+    CPU."""
     local_rank = os.environ.get("LOCAL_RANK")
     if requested is None:
         requested = "cuda" if local_rank is not None and torch.cuda.is_available() else "cpu"
@@ -76,10 +61,7 @@ def process_group(
 ) -> dist.ProcessGroup | None:
     """The pipeline's group, initialized under torchrun; None to run all ranks in this process.
 
-    Args:
-        group: the user's group, if any.
-        device: the stages' device.
-        ranks: the number of ranks that the user passed, if any.
+    Args: what the user passed, and the stages' device.
 
     Raises:
         ScheduleError: ``ranks`` differs from the number of processes.
@@ -87,8 +69,8 @@ def process_group(
     """
     if not dist.is_available():
         return None
-    makes = group is None and not dist.is_initialized()
-    makes = makes and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    makes = group is None and not dist.is_initialized() and is_launched
     if device.type == "cuda" and (makes or dist.is_initialized()):
         # Torch gathers objects through the current device.
         torch.cuda.set_device(device)
@@ -112,29 +94,23 @@ def make_transport(
     Raises:
         StageError: no transport supports the device.
     """
-    if device.type == "cpu":
-        return GlooTransport(group, device, number, timeout_s)
-    if device.type == "cuda":
-        return NcclTransport(group, device, number, timeout_s)
-    raise StageError(
-        f"stages on {device.type} can't be joined over processes: messages go from CPU to "
-        "CPU (gloo) or from CUDA to CUDA (NCCL); run all ranks in one process, without "
-        "torchrun, or put the stages on one of these"
-    )
-
-
-# --- collectives outside of steps: saving, clipping, gathering -----------------------------------
+    kinds: dict[str, type[C10dTransport]] = {"cpu": C10dTransport, "cuda": NcclTransport}
+    if device.type not in kinds:
+        raise StageError(
+            f"stages on {device.type} can't be joined over processes: messages go from CPU to "
+            "CPU (gloo) or from CUDA to CUDA (NCCL); run all ranks in one process, without "
+            "torchrun, or put the stages on one of these"
+        )
+    return kinds[device.type](group, device, number, timeout_s)
 
 
 @contextmanager
 def collective_call(
     group: dist.ProcessGroup | None, call: str, shared_errors: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """A watched context in which the ranks of a group wait for each other.
+    """A watched context, named ``call``, in which the ranks of ``group`` wait for each other.
 
     Args:
-        group: the ranks; all processes if None.
-        call: the call's name in messages; the same on every rank.
         shared_errors: exceptions that all ranks raise together.
 
     Raises:
@@ -150,38 +126,20 @@ def collective_call(
             yield
 
 
-# References to the latest gathered tensors, for the reason in ``C10dTransport``.
-_gathered: list[Tensor] = []
-
-
 def all_gather_ints(group: dist.ProcessGroup, call: str, number: int) -> list[int]:
-    """Gather every rank's integer (127 bits), by rank, over a group that handles CPU tensors;
-    arguments and exceptions as of ``collective_call``."""
-    header = pack_header(number, call)
-    parts = [torch.empty_like(header) for _ in range(group.size())]
-    _gathered[:] = [header, *parts]
-    work = group.allgather([parts], [header])
-    begun = time.perf_counter()
-    while not work.is_completed() and (waited_s := time.perf_counter() - begun) < QUICK_S:
-        time.sleep(0 if waited_s < SPIN_S else 5e-5)
-    if work.is_completed():
-        with suppress(RuntimeError):  # raised again below, under the watchdog
-            work.wait()
-            calls_over(group).begin(call)
-            return unpack_headers(parts)
+    """Gather every rank's integer (127 bits) over a group for CPU tensors; see
+    ``collective_call``."""
     with _transport(group, call) as transport:
-        transport.wait_for((work,), Peers.ALL_RANKS)
-        return unpack_headers(parts)
+        return transport.all_gather_ints(number)
 
 
 @contextmanager
 def _transport(
     group: dist.ProcessGroup, call: str, shared_errors: tuple[type[Exception], ...] = ()
 ) -> Iterator[C10dTransport]:
-    # Each call has its own transport and number, so that it does not read an earlier call's
-    # failure. A transport cached by group would keep the group alive.
-    number = NO_SCHEDULE - 1 - calls_over(group).count
-    transport = GlooTransport(group, torch.device("cpu"), number, math.inf)
+    # Each call has its own number, unlike any schedule's, and reads no earlier call's failure.
+    number = -1 - calls_over(group).count
+    transport = C10dTransport(group, torch.device("cpu"), number, math.inf)
     try:
         transport.begin(call)
         yield transport
@@ -196,56 +154,39 @@ def _transport(
         transport.close()
 
 
-def from_first_rank(group: dist.ProcessGroup | None, make: Callable[[], str]) -> str:
-    """Broadcast the text, or the PenstockError, of ``make`` on the first rank, since its result
+def from_first_rank(group: dist.ProcessGroup | None, make: Callable[[], T]) -> T:
+    """Broadcast the result, or the PenstockError, of ``make`` on the first rank, since its result
     may differ between ranks; ``group`` is None if all ranks are in this process."""
     if group is None:
         return make()
-    shared: list[Any] = [None, None]
+    made: list[Any] = [None]
     if group.rank() == 0:
         try:
-            shared[0] = make()
+            made = [make()]
         except PenstockError as error:
-            shared[1] = error
+            made = [error]
     control = control_group(group)
     with collective_call(control, "Pipeline()"):
-        dist.broadcast_object_list(shared, src=dist.get_global_rank(group, 0), group=control)
-    text, failure = shared
-    if failure is not None:
-        raise failure
-    return str(text)
+        dist.broadcast_object_list(made, src=dist.get_global_rank(group, 0), group=control)
+    if isinstance(made[0], PenstockError):
+        raise made[0]
+    result: T = made[0]
+    return result
 
 
-def gather_state(group: dist.ProcessGroup | None, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the states of all ranks, on every rank, as full tensors on the CPU.
-
-    Args:
-        group: the ranks; None if all ranks are in this process.
-        state: this rank's part. The call is collective over all ranks, and over all replicas with
-            shards (DTensors) of the same tensors.
-    """
-    local = {
-        name: full_tensor(value).detach().cpu() if isinstance(value, Tensor) else value
-        for name, value in state.items()
-    }
-    if group is None:
-        return local
-    parts: list[Any] = [None] * group.size()
-    dist.all_gather_object(parts, local, group=control_group(group))
-    return {name: value for part in parts for name, value in part.items()}
-
-
-# --- the connection between neighbours -----------------------------------------------------------
+def gather_objects(group: dist.ProcessGroup | None, mine: T) -> list[T]:
+    """Gather every rank's object, by rank of ``group``, or of all processes if None."""
+    if default_group() is None:
+        return [mine]
+    gathered = [mine for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The slowest connection between neighbouring ranks.
-
-    Args:
-        latency_s: the time of the smallest message, in seconds.
-        bandwidth: bytes per second, in addition to the latency.
-    """
+    """The slowest connection between neighbours: the smallest message's time in seconds, and the
+    bytes per second beyond it."""
 
     latency_s: float
     bandwidth: float
@@ -257,29 +198,26 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     round 0   0 ↔ 1   2 ↔ 3   4 ↔ 5     a small message there and back, then a large one
     round 1       1 ↔ 2   3 ↔ 4
     """
-    messages = [torch.zeros(size, dtype=torch.uint8, device=device) for size in (1, LARGE_BYTES)]
-    slowest = torch.zeros(len(messages), dtype=torch.float64, device=device)
+    slowest = torch.zeros(2, dtype=torch.float64, device=device)
     for parity in (0, 1):
         starts = group.rank() % 2 == parity
         peer = group.rank() + (1 if starts else -1)
-        if 0 <= peer < group.size():
-            times = [_trip_s(group, message, peer, starts=starts) for message in messages]
-            slowest = slowest.max(torch.tensor(times, dtype=torch.float64, device=device))
+        for i, size in enumerate((1, LARGE_BYTES) if 0 <= peer < group.size() else ()):
+            message = torch.zeros(size, dtype=torch.uint8, device=device)
+            trips = [_trip_s(group, message, peer, starts) for _ in range(1 + NUM_TRIPS)]
+            slowest[i] = max(float(slowest[i]), min(trips))
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     small_s, large_s = slowest.tolist()
     # On a busy machine the small message may have taken as long as the large one.
-    bytes_s = max(large_s - small_s, MIN_SHARE * large_s)
+    bytes_s = max(large_s - small_s, 0.01 * large_s)
     return Link(latency_s=small_s, bandwidth=LARGE_BYTES / bytes_s)
 
 
-def _trip_s(group: dist.ProcessGroup, message: Tensor, peer: int, *, starts: bool) -> float:
+def _trip_s(group: dist.ProcessGroup, message: Tensor, peer: int, starts: bool) -> float:
     """The one-way time of a message, in seconds."""
-    best_s = math.inf
-    for _ in range(1 + NUM_TRIPS):  # the first message makes the connection
-        started = time.perf_counter()
-        for sends in (starts, not starts):
-            (group.send if sends else group.recv)([message], peer, 0).wait()
-            if message.device.type != "cpu":
-                torch.accelerator.synchronize(message.device)
-        best_s = min(best_s, (time.perf_counter() - started) / 2)
-    return best_s
+    started = time.perf_counter()
+    for sends in (starts, not starts):
+        (group.send if sends else group.recv)([message], peer, 0).wait()
+        if message.device.type != "cpu":
+            torch.accelerator.synchronize(message.device)
+    return (time.perf_counter() - started) / 2
