@@ -222,7 +222,7 @@ def test_training_mode_reaches_leaf_modules_and_top_level_forward() -> None:
     ("cuts", "told"),
     [
         (["blocks.9"], "blocks.9: no such module in this NetBase.*such as blocks.0 to blocks.3"),
-        ([["embed", "block.0"], ["head"]], "block.0: no such module"),
+        ([["embed", "block.0"], ["head"]], "it names block.0, which the model lacks"),
         ([["embed", "blocks"], []], "stage 1 of the plan is empty"),
         ([["embed", "blocks.0"], ["blocks.0", "head"]], "names blocks.0 in stage 0 and again"),
         ([["embed", "blocks"], ["blocks.1", "head"]], "which holds it; name either"),

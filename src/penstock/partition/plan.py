@@ -154,10 +154,10 @@ class Plan:
             faults.append(f"no stage holds the parameters {abbreviate(missing)}")
         if faults:
             name = type(model).__name__
-            made_for = f"for a {self.model}" if self.model not in ("", name) else "elsewhere"
+            made = f", made for a {self.model}," if self.model not in ("", name) else ""
             raise PartitionError(
-                f"the plan, made {made_for}, does not fit this {name}: {'; '.join(faults)}; make "
-                "it anew with `penstock split`, or correct its names"
+                f"the plan{made} does not fit this {name}: {'; '.join(faults)}; make it "
+                "anew with `penstock split`, or correct its names"
             )
 
     # --- files ---------------------------------------------------------------------------------

@@ -99,7 +99,6 @@ def profile(
         leaves = tuple(LeafModule(name=str(i), module=stage, trunk="") for i, stage in stages)
     profiled = ProfiledModel(model, leaves, example, loss_fn)
     snapshot = ModuleSnapshot(model)
-    snapshot.hold()
     try:
         run, medians = _measure(profiled, runs, progress or (lambda done, total, what: None))
     finally:

@@ -72,10 +72,8 @@ class SplitSpec:
 
     def resolve(self, model: nn.Module) -> SplitSpec:
         """Check the spec against a model that is no sequence; find the blocks of ``counts``."""
-        if self.plan is not None:
-            self.plan.check(model)
-        elif self.stages:
-            Plan(stages=self.stages)  # refuses repeated names and empty stages
+        if self.stages:
+            (self.plan or Plan(stages=self.stages)).check(model)
         if not self.counts:
             return self
         blocks = tuple(find_blocks(model))

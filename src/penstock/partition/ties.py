@@ -109,11 +109,8 @@ class SharedBuffers:
     A single process writes them once per use and microbatch, in order. In a pipeline the order
     differs, and each process has buffers of its own.
 
-    Args:
-        modules: the modules of the model's stages, rising; those of other ranks may be missing.
-
-    Raises:
-        PartitionError: several stages share a layer that updates running statistics.
+    ``modules`` are those of the stages, rising; those of other ranks may be missing. A shared layer
+    that updates running statistics is refused at once.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
@@ -136,11 +133,7 @@ class SharedBuffers:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Refuse a step that writes one of the buffers.
-
-        Raises:
-            PartitionError: on leaving, if a buffer was written or replaced.
-        """
+        """Raise a PartitionError on leaving, if a buffer was written or replaced."""
         before = self._versions()
         yield
         for (*_, message), was, now in zip(self._shared, before, self._versions(), strict=True):

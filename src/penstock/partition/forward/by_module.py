@@ -136,11 +136,7 @@ def split_by_module(
 
 
 def computes_loss(model: nn.Module, example: Example) -> bool:
-    """True if the model's output for an example has a scalar ``loss``.
-
-    Raises:
-        NotByModule: the model can't be traced.
-    """
+    """True if the model's output for an example has a scalar ``loss``."""
     _, trace = _trace(find_leaf_modules(model, ()), torch.device("cpu"), example)
     return trace is not None and trace.loss
 
@@ -198,29 +194,25 @@ def _with_boundaries(error: PartitionError, leaves: LeafModules, trace: ForwardT
 def _trace(
     leaves: LeafModules, device: torch.device, example: Example | None, hooked: bool = False
 ) -> tuple[ForwardTracer, ForwardTrace | None]:
-    """A tracer and its trace of the example; installs collecting hooks if needed.
-
-    Raises:
-        NotByModule: the model can't be traced.
-    """
+    """A tracer and its trace of the example; installs collecting hooks if needed."""
     model = leaves.model
     if hooked or example is None:
         install_hooks(model)
     tracer = ForwardTracer(leaves, device)
     if example is None:
         return tracer, None
-    args, kwargs = as_call(example)
+    failure: Exception | None = None
     try:
-        trace = tracer.run(args, kwargs, training=model.training)
+        trace = tracer.run(*as_call(example), training=model.training)
     except Exception as error:
-        if tracer.captures and not hooked:
-            return _trace(leaves, device, example, hooked=True)
-        if isinstance(error, PartitionError):
-            raise NotByModule(str(error)) from error
-        raise NotByModule(
-            f"the forward of {type(model).__name__} failed on the example, traced without values: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        failure = error
     if tracer.captures and not hooked:
         return _trace(leaves, device, example, hooked=True)
-    return tracer, trace
+    if failure is None:
+        return tracer, trace
+    if isinstance(failure, PartitionError):
+        raise NotByModule(str(failure)) from failure
+    raise NotByModule(
+        f"the forward of {type(model).__name__} failed on the example, traced without values: "
+        f"{type(failure).__name__}: {failure}"
+    ) from failure

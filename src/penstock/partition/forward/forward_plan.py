@@ -45,11 +45,6 @@ class StageAssignment:
         names = (name, *prefixes(name))
         return next((self.stages[each] for each in names if each in self.stages), None)
 
-    def stages_with(self, name: str) -> set[int]:
-        """The stages that hold a parameter under any of its names."""
-        found = {self.stage_of(each) for each in self.shared.get(name, (name,))}
-        return {stage for stage in found if stage is not None}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPlan:
@@ -104,8 +99,8 @@ def plan_forward(trace: ForwardTrace, assignment: StageAssignment) -> ForwardPla
     placed = _Placement(trace, assignment)
     for ref, at in placed.needed.items():
         if ref.kind is ValueKind.PARAMETER:  # a stage may hold the parameter under another name
-            first = placed.origin(ref)
-            at -= assignment.stages_with(ref.name) - {first}
+            first, names = placed.origin(ref), assignment.shared.get(ref.name, ())
+            at.difference_update({assignment.stage_of(name) for name in names} - {first})
             at |= set() if at else {first}
     _refuse_shared_state(placed)
     for ref, at in placed.needed.items():
@@ -288,28 +283,18 @@ def assign_stages(
 
 def _by_names(leaves: LeafModules, spec: SplitSpec, with_state: Sequence[str]) -> dict[str, int]:
     stages: dict[str, int] = {}
-    held = {*with_state, *leaves.direct}
+    assignable = {*with_state, *leaves.direct}
     for stage, names in enumerate(spec.stages):
         for leaf in (leaf for name in names for leaf in leaves.under(name)):
-            if leaf in held and stages.setdefault(leaf, stage) != stage:
+            if leaf in assignable and stages.setdefault(leaf, stage) != stage:
                 raise PartitionError(
                     f"{leaf} is named in stage {stages[leaf]} and, perhaps by another of its "
                     f"names, in stage {stage}; name it once"
                 )
-    params = [name for name, _ in leaves.model.named_parameters(remove_duplicate=False)]
-    missing = [name for name in leaves.direct if name in params and name not in stages]
-    for leaf in with_state:
-        # A module that occurs several times in a list but is named once stays whole.
-        named = [stages[each] for each in leaves.shared.get(leaf, (leaf,)) if each in stages]
+    for leaf in with_state:  # one that occurs several times in a list but is named once
+        named = [stages[each] for each in leaves.shared.get(leaf, ()) if each in stages]
         if named:
             stages.setdefault(leaf, named[0])
-        else:
-            missing += [name for name in params if name.startswith(f"{leaf}.")] or [leaf]
-    if missing:
-        raise PartitionError(
-            f"no stage holds the parameters {abbreviate(missing)}; name them, or the modules that "
-            f"hold them, in one of the {spec.num_stages} stages"
-        )
     return stages
 
 

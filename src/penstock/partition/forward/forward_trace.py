@@ -227,14 +227,14 @@ class ForwardTracer:
         for read in self._ops.reads:
             raise read
         leaves, tree = flatten((args, kwargs))
-        held = [tensors_in(each) for each in leaves]
+        tensors = [tensors_in(each) for each in leaves]
         marked = mark()
         self.captures |= bool(marked)
         with self._ops.paused(), self._hooks.paused(), preserve_rng_state(self._device):
             result, changes, writes, fills = self._run_leaf(leaf, leaves, tree, marked)
         filled = [
             type(each).__name__
-            for each, before in zip(leaves, held, strict=True)
+            for each, before in zip(leaves, tensors, strict=True)
             if not are_same(tensors_in(each), before)
         ]
         if fills or filled:

@@ -72,8 +72,7 @@ class LeafModules:
         leaf = self.leaf_at(name)
         if leaf is not None or name in self.direct:
             return [leaf or name]
-        every = [*self.leaves, *self.direct]
-        return every if name == "" else [each for each in every if each.startswith(f"{name}.")]
+        return [each for each in (*self.leaves, *self.direct) if each.startswith(f"{name}.")]
 
 
 def find_leaf_modules(model: nn.Module, places: Iterable[str]) -> LeafModules:

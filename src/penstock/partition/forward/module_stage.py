@@ -147,7 +147,8 @@ class _StagePlan:
     """One stage's part of a ``ForwardPlan``.
 
     Attributes:
-        whole, encoded, calls: the plan of all stages, as it is sent, and its calls.
+        encoded: the plan of all stages, as it is sent.
+        trace, calls, stages: of that plan.
         is_last: True on the last stage.
         received_refs, sent_refs: the values that arrive, and that are sent on.
         received, sent: the outputs among them, by call.
@@ -158,7 +159,8 @@ class _StagePlan:
     def __init__(self, plan: ForwardPlan, handler: _StageCallHandler) -> None:
         index, self._device = handler.index, handler.device
         ends = {stage: i + 1 for i, stage in enumerate(plan.stages)}
-        self.whole, self.encoded, self.calls = plan, plan.encode(), plan.trace.calls
+        self.encoded, self.stages = plan.encode(), plan.stages
+        self.trace, self.calls = plan.trace, plan.trace.calls
         self.is_last = index == len(plan.boundary_values)
         self.received_refs = plan.boundary_values[index - 1] if index else ()
         self.sent_refs = () if self.is_last else plan.boundary_values[index]
@@ -169,14 +171,14 @@ class _StagePlan:
 
     def arguments(self, inputs: Mapping[int, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The model's arguments, with placeholders for those that are not among ``inputs``."""
-        leaves: list[Any] = list(self.whole.trace.inputs.leaves)
+        leaves: list[Any] = list(self.trace.inputs.leaves)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, TensorMeta) and i in inputs:
-                leaves[i] = inputs[i].clone() if i in self.whole.trace.written else inputs[i]
+                leaves[i] = inputs[i].clone() if i in self.trace.written else inputs[i]
             elif isinstance(leaf, TensorMeta):
                 ref = ValueRef(ValueKind.INPUT, 0, i, f"number {i}")
                 leaves[i] = make_placeholder(leaf, self._device, ref)
-        ((args, kwargs),) = unflatten(self.whole.trace.inputs.tree, leaves)
+        ((args, kwargs),) = unflatten(self.trace.inputs.tree, leaves)
         return args, kwargs
 
     def placeholders(self, index: int) -> list[Any]:
@@ -224,7 +226,7 @@ class _StageCallHandler:
         self._versions = [(list(values), TensorVersions(values.values()))]
         self._has_grad = torch.is_grad_enabled()
         # Re-run top-level code must not advance the RNG.
-        self._random = random_state(self.device) if plan.whole.trace.draws else None
+        self._random = random_state(self.device) if plan.trace.draws else None
         output = None
         try:
             with HookWatch(self._refuse_hook) as self._hooks, suppress(_StopForward):
@@ -265,7 +267,7 @@ class _StageCallHandler:
             )
         with self._hooks.paused():  # only the top-level forward is watched
             call = self._expected(plan, leaf)
-            if plan.whole.stages[self._next] == self.index:
+            if plan.stages[self._next] == self.index:
                 assert module is not None
                 result = self._run(plan, call, module, args, kwargs)
             else:
@@ -320,7 +322,7 @@ class _StageCallHandler:
         if self._snapshots.get(call.leaf, (None,))[0] is not module:
             self._snapshots[call.leaf] = module, ModuleSnapshot(module)
         snapshot = self._snapshots[call.leaf][1]
-        snapshot.hold()
+        snapshot.record()
         marked, versions = mark(), TensorVersions(given)
         result = module(*args, **kwargs)
         for i in versions.written():

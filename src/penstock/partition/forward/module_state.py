@@ -70,9 +70,9 @@ class ModuleSnapshot:
         self._module = module
         self._containers = _containers_of(module)
         self._registries = _copied(each for each in self._containers if not each[0])
-        self.hold()
+        self.record()
 
-    def hold(self) -> None:
+    def record(self) -> None:
         """Record the current attributes, for ``fresh_tensors`` and ``restore``."""
         self._before = _copied(each for each in self._containers if each[0])
 

@@ -214,39 +214,25 @@ def turn_into_placeholder(tensor: Tensor, refs: set[ValueRef]) -> bool:
     return True
 
 
-def make_placeholder(meta: TensorMeta, device: torch.device, ref: ValueRef) -> PlaceholderTensor:
+def make_placeholder(meta: TensorMeta, device: torch.device, ref: ValueRef) -> Tensor:
     """A placeholder for the tensor that ``meta`` describes.
 
     If gradients are enabled, it requires grad, and a backward that reaches it raises.
     """
     body = meta.unpack(torch.empty(meta.wire_shape, dtype=meta.dtype, device="meta"))
+    made = PlaceholderTensor.of(body, device, ref)
     if not (meta.dtype.is_floating_point and torch.is_grad_enabled()):
-        return PlaceholderTensor.of(body, device, ref)
-    made: PlaceholderTensor = _RefusesGrad.apply(_anchor, body, device, ref)  # type: ignore[no-untyped-call]
-    return made
+        return made
 
-
-# Requires grad, so that placeholders computed from it do too.
-_anchor = torch.zeros(0, requires_grad=True)
-
-
-class _RefusesGrad(torch.autograd.Function):
-    """Make placeholders that refuse gradients, as of a function that ignores their values."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, body: Tensor, device: torch.device, ref: ValueRef
-    ) -> PlaceholderTensor:
-        ctx.ref = ref
-        return PlaceholderTensor.of(body, device, ref)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def refuse(grad: Tensor) -> None:
         raise PartitionError(
-            f"a gradient is computed for {ctx.ref} on a stage that does not have it: an autograd "
+            f"a gradient is computed for {ref} on a stage that does not have it: an autograd "
             "function in the top-level forward takes it without using its value; move that into "
             "a module"
         )
+
+    made.requires_grad_().register_hook(refuse)  # type: ignore[no-untyped-call]
+    return made.clone()  # no leaf of the graph, which could not be written in place
 
 
 class TopLevelOps(TorchDispatchMode):

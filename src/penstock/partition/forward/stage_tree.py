@@ -94,15 +94,15 @@ class StageTree:
         instead: dict[int, Tensor] = {}
         tensors = named_tensors(leaves.model)
         for key, (first, *others) in names_by_tensor(leaves.model).items():
-            ours = [name for name in (first, *others) if is_own(name)]
-            if not ours:
+            here = [name for name in (first, *others) if is_own(name)]
+            if not here:
                 ref = ValueRef(ValueKind.PARAMETER, 0, 0, first)
                 made = PlaceholderTensor.of(on_meta(tensors[first]), device, ref)
                 instead[key] = self._placeholders[first] = made
                 continue
-            self._own_names[first] = ours[0]
-            elsewhere = {first, *others} - set(ours)
-            self._tied_places += [(*_registry_of(self.root, n), ours[0]) for n in elsewhere]
+            self._own_names[first] = here[0]
+            elsewhere = {first, *others} - set(here)
+            self._tied_places += [(*_registry_of(self.root, n), here[0]) for n in elsewhere]
         _replace_tensors(self._copies, instead)
 
     # --- what a stage registers --------------------------------------------------------------
@@ -113,8 +113,8 @@ class StageTree:
         Containers on the paths to them are copies; leaf modules are the model's own.
         """
         made: dict[int, nn.Module | None] = {}
-        # Per registered container, the current own leaf modules in it, with their listed names.
-        self._current: dict[str, dict[str, tuple[str, nn.Module]]] = {}
+        # The registered containers, with the current own leaf modules in each and their names.
+        self._registered: dict[str, tuple[nn.Module, dict[str, tuple[str, nn.Module]]]] = {}
 
         def registered(module: nn.Module, path: str) -> nn.Module | None:
             if id(module) in made:
@@ -136,7 +136,7 @@ class StageTree:
                     del registry[name]
             made[id(module)] = None
             if not path or any((children_of(copy), *registries(copy))):
-                made[id(module)], self._current[path] = copy, own
+                made[id(module)], self._registered[path] = copy, (copy, own)
             return made[id(module)]
 
         tree = registered(leaves.model, "")
@@ -152,10 +152,11 @@ class StageTree:
         """
         for path, container in self.containers.items():
             container.training = self._stage.training
-            if path not in self._current:
+            if path not in self._registered:
                 continue
+            before, own = self._registered[path]
             now = self._stage.get_submodule(path)
-            if path and type(now) is not type(container):
+            if path and type(now) is not type(before):
                 raise PartitionError(
                     f"{path} of this stage's module was replaced, but it is cut: the code of the "
                     f"model's own {type(container).__name__} runs; put other modules in the places "
@@ -164,7 +165,7 @@ class StageTree:
             container.training = now.training
             for registry, registered in zip(registries(container), registries(now), strict=True):
                 registry.update(registered)
-            for name, (leaf, known) in self._current[path].items():
+            for name, (leaf, known) in own.items():
                 child = children_of(now).get(name)
                 if child is None:
                     raise PartitionError(
@@ -172,7 +173,7 @@ class StageTree:
                         "module in its place, such as torch.nn.Identity()"
                     )
                 if child is not known:
-                    self._current[path][name] = leaf, child
+                    own[name] = leaf, child
                     children_of(container)[name] = _reporting(child, leaf, child, self._handler)
         for registry, key, name in self._tied_places:
             registry[key] = self.own_tensor(name)
