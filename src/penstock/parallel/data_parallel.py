@@ -276,10 +276,9 @@ class ReplicaStep:
 
     def end(self, *, reduce: bool) -> None:
         """End the step if one has begun, and average its gradients if requested."""
-        replicas, self._replicas, self.due = self._replicas, None, False
-        if replicas is not None:
-            try:
-                if reduce:
-                    replicas.reduce_grads()
-            finally:
-                replicas.end()
+        replicas, self._replicas, self.due = self._replicas or Replicas(), None, False
+        try:
+            if reduce:
+                replicas.reduce_grads()
+        finally:
+            replicas.end()

@@ -319,10 +319,8 @@ def _named(module: nn.Module, stage: int, name: str, buffers: bool) -> dict[str,
 
 
 def _buckets(found: Iterable[_Shared]) -> Iterator[list[_Shared]]:
-    """Group tensors with the same ranks, source and device into buckets of bounded size.
-
-    The order is the same on every rank, so that no two ranks wait for each other.
-    """
+    """Group tensors with the same ranks, source and device into buckets of bounded size, in the
+    same order on every rank, so that no two ranks wait for each other."""
 
     def kind(shared: _Shared) -> tuple[Any, ...]:
         return (shared.ranks, shared.src_rank, shared.local.device.type)

@@ -195,11 +195,7 @@ class ModelState:
 
 
 def refuse_common(named: Iterable[tuple[str, int]]) -> None:
-    """Refuse names that several stages have, of pairs of a name and a stage that has it.
-
-    Raises:
-        PartitionError: there are such names.
-    """
+    """Raise a PartitionError for names that several stages have, given with their stages."""
     stages: dict[str, set[int]] = {}
     for name, stage in named:
         stages.setdefault(name, set()).add(stage)

@@ -1,9 +1,8 @@
 """The transport interface of the runtime, and the queue of receives from one peer.
 
-The *data plane* moves tensors, the *control plane* bytes and integers, such as metadata and
-consistency checks. Both preserve the order of messages between each ordered pair of ranks. A new
-transport derives from ``Transport``: ``loopback.py`` is the smallest, ``c10d.py`` the base of those
-over ``torch.distributed``.
+The *data plane* moves tensors, the *control plane* bytes and integers, such as metadata. Both
+preserve the order of messages between each ordered pair of ranks. ``loopback.py`` is the smallest
+transport, ``c10d.py`` that over ``torch.distributed``.
 """
 
 from __future__ import annotations

@@ -247,8 +247,6 @@ class C10dTransport(Transport):
         self.wait_for(works, peer)
         return tensors
 
-    # --- data plane ----------------------------------------------------------------------------
-
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
         in_flight = self._in_flight[peer]
         in_flight.num_messages += 1
@@ -306,14 +304,13 @@ class C10dTransport(Transport):
             self.wait_for([work for work, _ in in_flight.control], peer)
         self._in_flight.clear()
 
-    # --- control plane -------------------------------------------------------------------------
-
     def send_metadata(self, peer: int, data: bytes) -> None:
         data = len(data).to_bytes(8, "little") + data
         # A first part of fixed size, which holds most messages.
         for part in (data[:METADATA_BYTES].ljust(METADATA_BYTES, b"\0"), data[METADATA_BYTES:]):
             if part:
-                self._send_control(peer, _as_tensor(part), METADATA_TAG)
+                tensor = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+                self._send_control(peer, tensor, METADATA_TAG)
 
     def _send_control(self, peer: int, tensor: Tensor, tag: int) -> None:
         # The peer may read it late, unordered with tensors, so it is kept until the step ends.
@@ -365,7 +362,8 @@ class C10dTransport(Transport):
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         lengths = self.all_gather_ints(len(data))
-        parts = self._all_gather(_as_tensor(data.ljust(max(lengths), b"\0")))
+        padded = bytearray(data.ljust(max(lengths), b"\0"))
+        parts = self._all_gather(torch.frombuffer(padded, dtype=torch.uint8))
         return [bytes(p.tolist())[:length] for p, length in zip(parts, lengths, strict=True)]
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -419,7 +417,3 @@ def as_wire(tensor: Tensor) -> Tensor:
     if tensor.dtype in WIRE_DTYPES:
         return tensor
     return tensor.resolve_conj().reshape(-1).view(torch.uint8)
-
-
-def _as_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

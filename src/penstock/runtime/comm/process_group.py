@@ -61,8 +61,6 @@ def process_group(
 ) -> dist.ProcessGroup | None:
     """The pipeline's group, initialized under torchrun; None to run all ranks in this process.
 
-    Args: what the user passed, and the stages' device.
-
     Raises:
         ScheduleError: ``ranks`` differs from the number of processes.
         StageError: ``group`` is no process group, or does not include this process.
