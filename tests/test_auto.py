@@ -194,7 +194,7 @@ def test_predicted_and_measured_times_are_logged(caplog: pytest.LogCaptureFixtur
     [
         ({"ranks": 2}, "pass example="),
         ({"example": EXAMPLE}, "pass ranks="),
-        ({"example": EXAMPLE, "ranks": 2, "split": [2, 2, 2]}, "3 stages can't be laid"),
+        ({"example": EXAMPLE, "ranks": 2, "split": [2, 2, 2]}, "3 stages, but schedule='auto'"),
         (
             {"example": EXAMPLE, "ranks": 2, "schedule": "1f1b", "memory_limit": 5},
             "is for schedule",

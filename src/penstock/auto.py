@@ -39,7 +39,7 @@ from penstock.runtime.comm.process_group import (
 )
 from penstock.runtime.config import PipelineSpec
 from penstock.schedule.program import Program
-from penstock.schedule.registry import DEFAULT_MICROBATCHES
+from penstock.schedule.registry import DEFAULT_MICROBATCHES, choose_sizes
 from penstock.schedule.text import from_json, to_json
 from penstock.search.engine import search
 
@@ -53,21 +53,12 @@ _NUM_LOGGED_STEPS = 3
 
 @dataclass(slots=True, kw_only=True)
 class Forecast:
-    """The predicted time of a step.
-
-    Args:
-        step_s: the time with all ranks in parallel.
-        alone_s: the time in one process that runs all ranks in turn.
-        is_alone: whether this process runs all ranks.
-        device: the device to synchronize.
-        num_steps: the number of steps so far.
-    """
+    """The predicted time of a step."""
 
     step_s: float
-    alone_s: float
-    is_alone: bool
-    device: torch.device
-    num_steps: int = 0
+    is_alone: bool  # one process runs all ranks in turn
+    device: torch.device  # to synchronize
+    num_steps: int = 0  # the steps so far
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -79,14 +70,12 @@ class Forecast:
             return
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
+        alone = " for one process that plays all ranks" if self.is_alone else ""
+        warming = "; the first step warms up" if number == 0 else ""
         logger.info(
             "auto: step %d took %.4g s, %.4g s were predicted%s%s",
-            number,
-            time.perf_counter() - started,
-            self.alone_s if self.is_alone else self.step_s,
-            " for one process that plays all ranks" if self.is_alone else "",
-            "; the first step warms up" if number == 0 else "",
-        )
+            number, time.perf_counter() - started, self.step_s, alone, warming,
+        )  # fmt: skip
 
 
 def find_program(
@@ -94,12 +83,8 @@ def find_program(
 ) -> tuple[Program, SplitSpec | None, Forecast]:
     """Search for the fastest program for a model's stages, as profiled on this machine.
 
-    Runs the model on the example a few times. Preserves its state, its gradients and the random
-    number generators.
-
-    Args:
-        spec: the arguments of ``Pipeline``, with the whole model on the first rank.
-        split, num_stages: the split points and the number of stages of the model, if given.
+    Runs the whole model on the example a few times, on the first rank. Preserves its state, its
+    gradients and the random number generators.
 
     Returns:
         The program to run, the split points of the model, and the predicted time of a step.
@@ -121,23 +106,26 @@ def find_program(
             "schedule='auto' measures all stages on the first rank, which has only its own of "
             "stages made by hand: measure them, and pass penstock.search(...).program"
         )
-    ranks, virtual = _sizes(num_stages, spec.ranks if group is None else group.size(), spec.virtual)
-    link: Link | None = None
+    ranks, virtual = choose_sizes(
+        "schedule='auto'", default_virtual=1, num_stages=num_stages, virtual=spec.virtual,
+        ranks=spec.ranks if group is None else group.size(),
+    )  # fmt: skip
+    link = None
     if group is not None:
         with collective_call(control_group(group), "Pipeline()"):
             link = measure_link(group, spec.device)
     found = json.loads(from_first_rank(group, lambda: _find(spec, split, ranks, virtual, link)))
     if found["plan"] is not None:
         split = SplitSpec.parse(Plan.from_toml(found["plan"]))
-    times = {"step_s": found["step_s"], "alone_s": found["alone_s"]}
-    forecast = Forecast(**times, is_alone=group is None, device=spec.device)
+    forecast = Forecast(step_s=found["step_s"], is_alone=group is None, device=spec.device)
     return from_json(found["program"]), split, forecast
 
 
 def _find(
     spec: PipelineSpec, split: SplitSpec | None, ranks: int, virtual: int, link: Link | None
 ) -> str:
-    """Search on the first rank and return the choice as JSON."""
+    """Search on the first rank: as JSON the program, the plan of the stages if they were balanced
+    here, and the predicted time of a step."""
     assert spec.example is not None
     num_stages = ranks * virtual
     measured = measure_model(spec.model, spec.example, device=spec.device, loss_fn=spec.loss_fn)
@@ -164,36 +152,16 @@ def _find(
     )
     logger.info(
         "auto: %s; step %.4g s predicted, at least %.4g s; %.4g bytes of activations at most",
-        result.method,
-        result.value,
-        result.bound,
-        result.peak,
-    )
+        result.method, result.value, result.bound, result.peak,
+    )  # fmt: skip
+    # One process runs all ranks in turn, and so takes their busy times together.
+    simulated = result.simulation
     found = {
         "program": to_json(result.program),
         "plan": None if plan is None else plan.to_toml(),
-        "step_s": result.simulation.makespan,
-        "alone_s": result.simulation.busy,
+        "step_s": simulated.busy if spec.group is None else simulated.makespan,
     }
     return json.dumps(found)
-
-
-def _sizes(num_stages: int | None, ranks: int | None, virtual: int | None) -> tuple[int, int]:
-    """The number of ranks, and of stages per rank."""
-    if ranks is None:
-        if num_stages is None:
-            raise ScheduleError(
-                "say on how many ranks to run: pass ranks=, or split= with the stages"
-            )
-        ranks = num_stages // (virtual or 1)
-    if virtual is None:
-        virtual = 1 if num_stages is None else num_stages // max(1, ranks)
-    if ranks < 1 or virtual < 1 or num_stages not in (None, ranks * virtual):
-        raise ScheduleError(
-            f"{num_stages} stages can't be laid on {ranks} ranks with {virtual} per rank; change "
-            "split, ranks or virtual"
-        )
-    return ranks, virtual
 
 
 def _by_stage(
@@ -208,12 +176,10 @@ def _by_stage(
     groups: list[list[BlockCosts]] = [[] for _ in names]
     stage = 0
     for block in blocks:
-        prefixes = tuple(f"{module}." for module in block.modules)
-        holders = (
-            i for i in range(stage, num_stages) if any(n.startswith(prefixes) for n in names[i])
-        )
+        within = tuple(f"{module}." for module in block.modules)
+        later = range(stage, num_stages)
         # A block without parameters belongs to the stage of the block before it.
-        stage = next(holders, stage)
+        stage = next((i for i in later if any(n.startswith(within) for n in names[i])), stage)
         groups[stage].append(block)
     if empty := [stage for stage, group in enumerate(groups) if not group]:
         raise PartitionError(

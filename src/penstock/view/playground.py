@@ -17,16 +17,8 @@ from penstock.schedule.family import parse_options
 from penstock.schedule.registry import family, refuse_options, schedules
 from penstock.simulate.costs import Costs, build_for, costs_divisor, per_stage_costs
 from penstock.simulate.simulation import Simulation, simulate
+from penstock.view import page
 from penstock.view.layout import arrange
-from penstock.view.page import (
-    div,
-    figures_html,
-    figures_of,
-    heading_html,
-    legend_html,
-    page_look,
-    toggle_row,
-)
 from penstock.view.palette import amount, sizes_text
 from penstock.view.timeline import STRETCHED, Timeline, bk
 
@@ -56,9 +48,9 @@ class Playground:
         self.memory = _slider("memory limit (0: none)", 0, 0, 128, 1)
         self.compared = _choice(bk.MultiChoice, "compare with", _COMPARED, options=names)
         self.compared.name = "compared"
-        self.timeline, self.heading, self.legend = Timeline(), div(), div()
-        self.figures, self.comparison = div(name="figures"), div(name="comparison")
-        self.error = div(visible=False, name="error")
+        self.timeline, self.heading, self.legend = Timeline(), page.div(), page.div()
+        self.figures, self.comparison = page.div(name="figures"), page.div(name="comparison")
+        self.error = page.div(visible=False, name="error")
         sizes = [self.ranks, self.microbatches, self.virtual, self.options]
         times = [self.forward, self.input_grad, self.weight_grad, self.latency]
         self.schedule.on_change("value", self._reset_schedule)
@@ -69,18 +61,19 @@ class Playground:
         self._drawing: Iterator[None] | None = self._draw()
         self._continue_drawing()
         document.title = "Penstock playground"
-        costs, rest = (
-            div(f'<div class="title">{name}</div>') for name in ("costs", "memory and comparison")
-        )
+        titles = ("costs", "memory and comparison")
+        costs, rest = (page.div(f'<div class="title">{title}</div>') for title in titles)
+        heading = page.div(page.heading_html("Penstock", "playground"))
         panel = bk.Column(
-            div(heading_html("Penstock", "playground")), self.schedule, *sizes, costs, self.per,
-            *times, rest, self.memory, self.compared, width=270,
+            heading, self.schedule, *sizes, costs, self.per, *times, rest, self.memory,
+            self.compared, width=270,
         )  # fmt: skip
         view = bk.Column(
-            self.heading, self.figures, toggle_row([self.timeline], self.legend), self.error,
+            self.heading, self.figures, page.toggle_row([self.timeline], self.legend), self.error,
             self.timeline.plot, self.comparison, spacing=10, **STRETCHED,
         )  # fmt: skip
-        document.add_root(bk.Row(panel, view, spacing=26, stylesheets=[page_look()], **STRETCHED))
+        look = page.page_look()
+        document.add_root(bk.Row(panel, view, spacing=26, stylesheets=[look], **STRETCHED))
 
     def _reset_schedule(self, attr: str, old: object, new: str) -> None:
         """Start a newly chosen schedule with its default number of stages and no options."""
@@ -147,13 +140,13 @@ class Playground:
         self.error.visible, self.timeline.plot.visible = failed, not failed
         if isinstance(outcome, str):
             self.error.text = f'<div role="alert" class="card error">{escape(outcome)}</div>'
-            self.heading.text = heading_html(name, "")
+            self.heading.text = page.heading_html(name, "")
             self.figures.text = self.legend.text = ""
             return
         self.timeline.show(arrange(outcome))
-        self.heading.text = heading_html(outcome.program.name, sizes_text(outcome.program))
-        self.legend.text = legend_html([outcome.trace])
-        self.figures.text = figures_html(figures_of([outcome], limit=limit))
+        self.heading.text = page.heading_html(outcome.program.name, sizes_text(outcome.program))
+        self.legend.text = page.legend_html([outcome.trace])
+        self.figures.text = page.figures_html(page.figures_of([outcome], limit=limit))
 
 
 def _choice(kind: Any, title: str, value: Any, **more: Any) -> Any:
