@@ -10,7 +10,6 @@ Times differ between ranks. Therefore rank 0 alone measures and searches, and br
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator
@@ -40,7 +39,6 @@ from penstock.runtime.comm.process_group import (
 from penstock.runtime.config import PipelineSpec
 from penstock.schedule.program import Program
 from penstock.schedule.registry import DEFAULT_MICROBATCHES, choose_sizes
-from penstock.schedule.text import from_json, to_json
 from penstock.search.engine import search
 
 __all__ = ["Forecast", "find_program"]
@@ -114,18 +112,17 @@ def find_program(
     if group is not None:
         with collective_call(control_group(group), "Pipeline()"):
             link = measure_link(group, spec.device)
-    found = json.loads(from_first_rank(group, lambda: _find(spec, split, ranks, virtual, link)))
-    if found["plan"] is not None:
-        split = SplitSpec.parse(Plan.from_toml(found["plan"]))
-    forecast = Forecast(step_s=found["step_s"], is_alone=group is None, device=spec.device)
-    return from_json(found["program"]), split, forecast
+    program, plan, step_s = from_first_rank(group, lambda: _find(spec, split, ranks, virtual, link))
+    if plan is not None:
+        split = SplitSpec.parse(plan)
+    return program, split, Forecast(step_s=step_s, is_alone=group is None, device=spec.device)
 
 
 def _find(
     spec: PipelineSpec, split: SplitSpec | None, ranks: int, virtual: int, link: Link | None
-) -> str:
-    """Search on the first rank: as JSON the program, the plan of the stages if they were balanced
-    here, and the predicted time of a step."""
+) -> tuple[Program, Plan | None, float]:
+    """Search on the first rank: the program, the plan of the stages if they were balanced here,
+    and the predicted time of a step."""
     assert spec.example is not None
     num_stages = ranks * virtual
     measured = measure_model(spec.model, spec.example, device=spec.device, loss_fn=spec.loss_fn)
@@ -156,12 +153,7 @@ def _find(
     )  # fmt: skip
     # One process runs all ranks in turn, and so takes their busy times together.
     simulated = result.simulation
-    found = {
-        "program": to_json(result.program),
-        "plan": None if plan is None else plan.to_toml(),
-        "step_s": simulated.busy if spec.group is None else simulated.makespan,
-    }
-    return json.dumps(found)
+    return result.program, plan, simulated.busy if spec.group is None else simulated.makespan
 
 
 def _by_stage(
