@@ -156,14 +156,11 @@ def choose_program(
     virtual: int | None,
     world: int | None,
 ) -> Program:
-    """The program to run, of a schedule's name or given itself; given numbers determine the missing
-    ones (None).
+    """The program to run, of a schedule's name or given itself; given numbers determine those that
+    are None, or contradict each other (a ScheduleError).
 
     ``virtual`` is the number of stages per rank, ``world`` that of processes (None if one process
     runs all ranks).
-
-    Raises:
-        ScheduleError: the numbers contradict each other or are incomplete.
     """
     if isinstance(schedule, Program):
         stages = schedule.placement.num_model_stages
@@ -198,10 +195,9 @@ def choose_sizes(
     ranks: int | None,
     virtual: int | None,
 ) -> tuple[int, int]:
-    """The numbers of ranks, and of stages per rank, that follow from those given (not None).
+    """The numbers of ranks, and of stages per rank, that follow from those that are not None.
 
-    Raises:
-        ScheduleError: they contradict each other or are incomplete; in the name of ``who``.
+    A ScheduleError, in the name of ``who``, if they contradict each other or are incomplete.
     """
     if virtual is None:
         virtual = default_virtual
@@ -387,10 +383,9 @@ def _verified(family: Family) -> Callable[..., Program]:
         except (PenstockError, MemoryError):
             raise
         except Exception as error:  # whatever the user's function raises
-            raise ScheduleError(
-                f"{name}: its function failed for {numbers_of(rank=ranks, microbatch=microbatches)}"
-                f" ({type(error).__name__}: {error})"
-            ) from error
+            sizes = numbers_of(rank=ranks, microbatch=microbatches)
+            fault = f"{type(error).__name__}: {error}"
+            raise ScheduleError(f"{name}: its function failed for {sizes} ({fault})") from error
         if not isinstance(made, Program):
             raise ScheduleError(f"{name} returned a {type(made).__name__}, expected a Program")
         stages = made.placement.num_model_stages

@@ -27,12 +27,7 @@ from penstock.schedule.list_schedule import ListScheduler, kind_needs
 from penstock.schedule.placement import Placement, bidirectional
 from penstock.schedule.program import Program
 
-__all__ = ["chimera", "nearest"]
-
-
-def nearest(ranks: int, microbatches: int) -> tuple[int, int]:
-    """The nearest numbers of ranks and microbatches that Chimera supports."""
-    return ranks + ranks % 2, max(microbatches, 2)
+__all__ = ["chimera"]
 
 
 def chimera(*, ranks: int, microbatches: int) -> Program:

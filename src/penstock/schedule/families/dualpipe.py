@@ -37,18 +37,12 @@ from penstock.schedule.families.common import Phases, phased, phased_v
 from penstock.schedule.placement import bidirectional
 from penstock.schedule.program import Program
 
-__all__ = ["dualpipe", "dualpipev", "nearest"]
+__all__ = ["dualpipe", "dualpipev"]
 
 
 def dualpipev(*, ranks: int, microbatches: int) -> Program:
     """Forwards of one half of a V overlapped with backwards of the other."""
     return phased_v("dualpipev", ranks, microbatches, _phases)
-
-
-def nearest(ranks: int, microbatches: int) -> tuple[int, int]:
-    """The nearest numbers of ranks and microbatches that DualPipe supports."""
-    ranks += ranks % 2
-    return ranks, max(microbatches + microbatches % 2, 2 * ranks)
 
 
 def dualpipe(*, ranks: int, microbatches: int) -> Program:

@@ -13,14 +13,11 @@ from typing import Any
 
 from penstock.schedule.families.breadth_first import forward_only, gpipe, looped_bfs
 from penstock.schedule.families.chimera import chimera
-from penstock.schedule.families.chimera import nearest as nearest_chimera
 from penstock.schedule.families.dualpipe import dualpipe, dualpipev
-from penstock.schedule.families.dualpipe import nearest as nearest_dualpipe
-from penstock.schedule.families.hanayo import hanayo
 from penstock.schedule.families.interleaved import gis, gis_h, interleaved_1f1b
 from penstock.schedule.families.one_f_one_b import eager_1f1b, one_f_one_b, seq1f1b
 from penstock.schedule.families.pipe_offload import po_f, po_h
-from penstock.schedule.families.v_patterns import one_f_one_b_v, v_half, v_min, v_zb
+from penstock.schedule.families.wave_patterns import hanayo, one_f_one_b_v, v_half, v_min, v_zb
 from penstock.schedule.families.zb_capped import zb_1p, zb_2p
 from penstock.schedule.families.zero_bubble import interleaved_zb, zb_h1, zb_h2, zbv
 from penstock.schedule.family import Arrangement, Family
@@ -94,7 +91,17 @@ FAMILIES: tuple[Family, ...] = (
     _family(Arrangement.WAVE, _EVEN, 2, "hanayo", hanayo, "2308.15762", options=_WAVES),
     _v_shaped("dualpipev", dualpipev, "2412.19437"),
     _both_ways(
-        "dualpipe", dualpipe, "2412.19437", rule="even P, even M ≥ 2P", nearest=nearest_dualpipe
+        "dualpipe",
+        dualpipe,
+        "2412.19437",
+        rule="even P, even M ≥ 2P",
+        nearest=lambda p, m: (p + p % 2, max(m + m % 2, 2 * (p + p % 2))),
     ),
-    _both_ways("chimera", chimera, "2107.06925", rule="even P, M ≥ 2", nearest=nearest_chimera),
+    _both_ways(
+        "chimera",
+        chimera,
+        "2107.06925",
+        rule="even P, M ≥ 2",
+        nearest=lambda p, m: (p + p % 2, max(m, 2)),
+    ),
 )

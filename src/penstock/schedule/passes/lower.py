@@ -229,7 +229,7 @@ def offload(program: Program, *, stages: Iterable[int] | None = None, ahead: int
     """
     chosen = _chosen(program, stages, "offload()")
     if not is_count(ahead):
-        raise ScheduleError(f"offload(ahead={ahead!r}): expected a whole number, at least 1")
+        raise ScheduleError(f"ahead={ahead!r}: expected a whole number of computations, at least 1")
     return program.with_ranks(_offloaded(steps, chosen, ahead) for steps in program.ranks)
 
 
