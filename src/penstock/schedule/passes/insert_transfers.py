@@ -25,7 +25,7 @@ from dataclasses import replace
 from itertools import chain, islice
 
 from penstock.errors import InternalError
-from penstock.schedule.action import Op, Step, action
+from penstock.schedule.action import Action, Op, action
 from penstock.schedule.channels import TWO_WAY, Channels, blocking_replay
 from penstock.schedule.check import check
 from penstock.schedule.index import IndexedProgram, index_program
@@ -65,18 +65,16 @@ def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Progr
     computed = index_program(program)
     queues = _in_one_order(computed) if channels.per_pair else _just_ahead(computed)
     width = program.num_microbatches
-    # By row of transfers, its actions.
-    rows = [
-        None if transfer is None else [action(stage, op, number) for number in range(width)]
-        for (op, stage), transfer in zip(computed.rows(), computed.transfers(), strict=True)
-    ]
+    # By id, the action of a transfer; None for other ids and, counted from the end, for pairs.
+    made: list[Action | None] = [None] * computed.size
+    for row, transfer in enumerate(computed.transfers()):
+        if transfer is not None:
+            op, stage = computed.op_and_stage(row)
+            made[row * width : (row + 1) * width] = [action(stage, op, m) for m in range(width)]
     ranks = []
     for steps, queue in zip(program.ranks, queues, strict=True):
-        kept, merged = iter(steps), list[Step]()
-        for number in queue:
-            row = rows[number // width] if number >= 0 else None
-            merged.append(next(kept) if row is None else row[number % width])
-        ranks.append(merged)
+        kept = iter(steps)
+        ranks.append([made[number] or next(kept) for number in queue])
     return program.with_ranks(ranks)
 
 
