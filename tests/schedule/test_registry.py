@@ -4,7 +4,7 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule.family import Family
-from penstock.schedule.registry import build, family, schedules
+from penstock.schedule.registry import build, choose_sizes, family, schedules
 
 
 @pytest.mark.parametrize("each", schedules(), ids=lambda each: each.name)
@@ -187,3 +187,13 @@ def test_more_than_a_machine_holds_is_refused(name: str, sizes: dict[str, int]) 
         ScheduleError, match="forwards, more than a machine holds; at most 100000000"
     ):
         build(name, **sizes)
+
+
+def test_sizes_follow_from_those_given() -> None:
+    assert choose_sizes("x", default_virtual=2, num_stages=8, ranks=None, virtual=None) == (4, 2)
+    assert choose_sizes("x", default_virtual=2, num_stages=8, ranks=8, virtual=None) == (8, 1)
+    assert choose_sizes("x", default_virtual=2, num_stages=None, ranks=3, virtual=None) == (3, 2)
+    with pytest.raises(ScheduleError, match="4 stages, but x on 4 ranks with 0 per rank needs 0"):
+        choose_sizes("x", default_virtual=2, num_stages=4, ranks=None, virtual=0)
+    with pytest.raises(ScheduleError, match="say on how many ranks to run"):
+        choose_sizes("x", default_virtual=2, num_stages=None, ranks=None, virtual=None)

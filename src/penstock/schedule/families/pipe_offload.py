@@ -19,10 +19,8 @@ PO-F, P = 2, V = 2, M = 3, is GIS with copies put in:
     po-h    the earlier half of a rank's stages  about (V + 2) P / 8  about V(2P - 3), at most 2PV
     po-f    all stages                           none                 (P - 1)(tF + tB)
 
-and at most four more that are being made, used or copied. For P ≥ 2 PO-F's bubble is below the
-published bound V(P - 1)(tF + tB + tW) at any costs, PO-H's at equal costs. Copies are free as long
-as an activation is copied there and back while a rank runs one F, one I and one W. Any P ≥ 1, V ≥
-1, M ≥ 1.
+and at most four more that are being made, used or copied. Copies are free as long as an activation
+is copied there and back while a rank runs one F, one I and one W. Any P ≥ 1, V ≥ 1, M ≥ 1.
 
 Source: arXiv:2503.01328 (PipeOffload).
 """
@@ -64,9 +62,7 @@ def po_f(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Prog
 def _pattern(placement: Placement, virtual: int) -> PeriodicPattern:
     """The pattern with the shortest activation lifetimes, over paths of forwards between ranks.
 
-    Actions of one rank must not overlap modulo the period; some paths cause fewer conflicts. A
-    backward occupies two consecutive units of its rank, but passes its input gradient on after the
-    first.
+    A backward takes two units of its rank, but passes its input gradient on after the first.
     """
     ranks, stages = placement.num_ranks, placement.num_stages
     patterns = []

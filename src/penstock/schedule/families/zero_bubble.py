@@ -34,7 +34,7 @@ interleaved 1F1B, the largest of size G. Peaks, and bubbles in chunks, where tW 
     zbv               2P, each of half size   (P - 1) tF, none in the ranks' own spans, for M ≥ 2P
                                               and equal costs
 
-In general ZB-H2's bubble is (P - 1)(tF + max(0, tB - 2 tW)), and (P - 1)(tF + tB - 2 tW) of the
+In general ZB-H2's bubble is (P - 1)(tF + max(0, tB - 2 tW)), and (P - 1)(tF + tB - 2 tW) in the
 ranks' own spans, where tW ≤ tF and 2 tW ≤ tF + tB. Any P ≥ 1, V ≥ 1, M ≥ 1.
 
 Source: arXiv:2401.10241, sec. 2.2, over the loops of arXiv:2104.04473, sec. 2.2; ZB-V: sec. 6.
