@@ -192,13 +192,12 @@ def _sizes(program: Program) -> Iterator[str]:
 
 def _tally(program: IndexedProgram) -> tuple[bytearray, bool]:
     """A mark for every id that occurs, and True if one occurs too often."""
-    seen, count = bytearray(program.size), 0
-    for number in program.ids():
+    seen, ids = bytearray(program.size), list(program.ids())
+    for number in ids:
         seen[number] = 1
-        count += 1
-    if seen.count(1) == count:
+    if seen.count(1) == len(ids):
         return seen, False
-    repeated = (number for number, times in Counter(program.ids()).items() if times > 1)
+    repeated = (number for number, count in Counter(ids).items() if count > 1)
     return seen, any(program.action(number).op not in _REPEATABLE for number in repeated)
 
 

@@ -82,7 +82,8 @@ class IndexedProgram:
 
     def ids(self) -> Iterator[int]:
         """The id of every action, those of overlapped pairs last."""
-        return chain(filter((0).__le__, chain.from_iterable(self.queues)), *self.overlapped)
+        steps = chain.from_iterable(self.queues)
+        return chain(filter((0).__le__, steps), *self.overlapped) if self.overlapped else steps
 
     @property
     def num_rows(self) -> int:
@@ -203,18 +204,16 @@ class IndexedProgram:
             ]
         )
 
-    def sends(self) -> list[list[tuple[int, int, int]]]:
-        """By row, for each send of an action's outputs: its offset, the offset of its receive, and
-        the receiving rank."""
-        table: list[list[tuple[int, int, int]]] = []
-        for op, stage in self.rows():
-            table.append([])
-            for send in SENDS:
-                peer = self.peer(send, stage)
-                if peer is not None and REQUIRES[send][0][0] in (op, *COVERS.get(op, ())):
-                    to_send = self.offset(op, stage, (send, stage))
-                    to_receive, target = self.offset(op, stage, peer), peer[1]
-                    table[-1].append((to_send, to_receive, self.placement.rank_of(target)))
+    def sends(self) -> list[tuple[int, int, int] | None]:
+        """By row, of the send of an action's output: its offset, the offset of its receive, and the
+        receiving rank; None without a send."""
+        table: list[tuple[int, int, int] | None] = [None] * self.num_rows
+        for (send, stage), transfer in zip(self.rows(), self.transfers(), strict=True):
+            if transfer is not None and transfer.is_send:
+                value = REQUIRES[send][0][0]
+                for op in (value, *(op for op, covered in COVERS.items() if value in covered)):
+                    offset = self.offset(op, stage, (send, stage))
+                    table[self.row(op, stage)] = offset, offset + transfer.offset, transfer.peer
         return table
 
 
@@ -264,10 +263,11 @@ def _index_rank(
         acts = [act for step in steps for act in step.parts]
     numbers: list[int] = []
     for act in acts:
-        row, microbatch = rows[act.op].get(act.stage), act.microbatch
-        if row is None or microbatch not in row[1]:
+        first, valid = rows[act.op].get(act.stage, (0, ()))
+        microbatch = act.microbatch
+        if microbatch not in valid:
             return None
-        numbers.append(row[0] + (microbatch or 0))
+        numbers.append(first + (microbatch or 0))
     if not paired:
         return numbers
     queue, following = [], iter(numbers)

@@ -93,8 +93,8 @@ def _just_ahead(computed: IndexedProgram) -> list[list[int]]:
                 row = part // width
                 for offset in receives[row]:
                     post_at[part + offset] = place if ahead is None else ahead
-                for _, to_receive, target in sends[row]:
-                    outgoing[target].append(part + to_receive)
+                if (send := sends[row]) is not None:
+                    outgoing[send[2]].append(part + send[1])
             if step < 0 or computes[step // width]:
                 ahead = place
         messages.update({(rank, target): channel for target, channel in outgoing.items()})
@@ -114,8 +114,8 @@ def _just_ahead(computed: IndexedProgram) -> list[list[int]]:
                 merged += before[place]
             merged.append(step)
             for part in (step,) if step >= 0 else computed.parts(step):
-                for offset, _, _ in sends[part // width]:
-                    merged.append(part + offset)
+                if (send := sends[part // width]) is not None:
+                    merged.append(part + send[0])
         queues.append(merged)
     return _without_deadlock(replace(computed, queues=queues))
 
@@ -178,8 +178,8 @@ def _in_one_order(computed: IndexedProgram) -> list[list[int]]:
             start, *_ = islice(starts, len(parts))
             events[rank].append((start, 1, place, step))
             for part in parts:
-                for to_send, to_receive, target in sends[part // width]:
-                    end, message = replay.done[part], part + to_receive
-                    events[rank].append((end, 0, message, part + to_send))
-                    events[target].append((end, 0, message, message))
+                if (send := sends[part // width]) is not None:
+                    end, message = replay.done[part], part + send[1]
+                    events[rank].append((end, 0, message, part + send[0]))
+                    events[send[2]].append((end, 0, message, message))
     return [[number for *_, number in sorted(each)] for each in events]
