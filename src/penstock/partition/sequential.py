@@ -40,10 +40,8 @@ _POSITIONWISE = (
 class SequentialStage(nn.Module):
     """Consecutive layers of a sequence, under their names in the sequence.
 
-    Args:
-        layers: the layers by name.
-        last: True for the last stage. Other stages wrap their output, so that the next stage is
-            called with one value, as in ``nn.Sequential``.
+    All stages but the last wrap their output, so that the next stage is called with one value, as
+    in ``nn.Sequential``.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], *, last: bool) -> None:
@@ -118,10 +116,7 @@ def is_sequence(model: Any) -> TypeGuard[nn.Sequential | Sequence[Any]]:
 
 
 def layers_of(model: nn.Sequential | Sequence[Any]) -> dict[str, nn.Module]:
-    """The layers of a sequence by name, in order; a repeated layer is listed in each place.
-
-    Args:
-        model: an ``nn.Sequential``, or a list of modules, named by index.
+    """The layers of an ``nn.Sequential`` by name, of a list by index; repeated ones in each place.
 
     Raises:
         PartitionError: a layer is no module, or the model does more than run its layers in turn.
@@ -157,11 +152,7 @@ def even_split(num_layers: int, num_stages: int) -> list[int]:
 def cut(
     layers: Mapping[str, nn.Module], split: Sequence[int] | Sequence[Sequence[str]]
 ) -> list[SequentialStage]:
-    """Cut layers into stages.
-
-    Args:
-        layers: all layers by name, in order.
-        split: per stage either the number of its layers, or their names.
+    """Cut layers into stages; ``split`` has per stage the number of its layers, or their names.
 
     Raises:
         PartitionError: the split leaves layers out, names unknown ones, or has empty stages.

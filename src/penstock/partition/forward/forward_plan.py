@@ -240,13 +240,13 @@ def assign_stages(
     cuts               wte  wpe  drop  h.0  h.1  h.2  h.3  ln_f  lm_head
     [2, 2]              0    0    -     0    0    1    1    1     1
     ["h.1"]             0    0    -     0    1    1    1    1     1
-    [[...], [...]]      as named; a parameter that is left over is an error
+    [[...], [...]]      as named
 
     A stateless leaf module (-) needs no stage. Without a trace, definition order is taken as
     execution order.
 
     Raises:
-        PartitionError: a stage is empty, a parameter has no stage, or the cuts are out of order.
+        PartitionError: a stage is empty, or the cuts are out of order.
     """
     shared, num_stages = leaves.shared, spec.num_stages
     with_state = [name for name in leaves.leaves if leaves.has_state(name)]

@@ -83,10 +83,8 @@ class ModuleStage(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stage on the model's arguments, or on the previous stage's output.
 
-        Returns the model's output on the last stage, else the next stage's input.
-
-        Raises:
-            PartitionError: the forward differs from its trace.
+        Returns the model's output on the last stage, else the next stage's input. Raises a
+        PartitionError where the forward differs from its trace.
         """
         values: Values
         if self._handler.index == 0:
