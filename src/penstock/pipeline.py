@@ -128,7 +128,7 @@ class Pipeline(ModelState):
         self.rank = group.rank() if group is not None else 0
         self.stages: tuple[PipelineStage, ...] = made.stages
         self._takes_model_call, self._forecast = made.takes_model_call, made.forecast
-        options["shared"] = made.ties
+        options |= {"shared": made.ties, "is_single_process": group is None}
         self._schedule = ScheduleProgram(list(made.stages), made.program, made.loss_fn, **options)
         super().__init__(made.stages, made.program.placement, made.ties, group, made.state_names)
         if made.shared_buffers is not None:

@@ -42,8 +42,8 @@ class PipelineSchedule:
     Args:
         stages: this rank's stages.
         defer_pp_recv: no effect, since the program places receives; for torch's signature.
-        program: the program; chosen by the subclass if None. Without other processes in the
-            stages' group, all its ranks run in this one.
+        program: the program; chosen by the subclass if None.
+        is_single_process: run all ranks in this process, even if the stages' group has others.
         options: these and all others: see ``penstock.runtime.config.RunConfig``.
 
     Attributes:
@@ -76,6 +76,7 @@ class PipelineSchedule:
         defer_pp_recv: bool = False,
         *,
         program: Program | None = None,
+        is_single_process: bool = False,
         **options: Any,
     ) -> None:
         self._stages, self._group = stages, group_of(stages)
@@ -88,6 +89,7 @@ class PipelineSchedule:
         with publishing_errors(self._group):
             _check_stages(stages)
             self.rank, self.pp_group_size = stages[0].group_rank, stages[0].group_size
+            self._is_single_process = is_single_process or self.pp_group_size == 1
             self.num_stages, self.n_local_stages = stages[0].num_stages, len(stages)
             specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
             flags = (scale_grads, backward_requires_autograd)
@@ -102,7 +104,7 @@ class PipelineSchedule:
         ties = config.shared or stages[0].ties
         with publishing_errors(group):
             transports: Sequence[Transport] = loopback(program.num_ranks)
-            if group is not None and self.pp_group_size > 1:
+            if group is not None and not self._is_single_process:
                 number = _num_made[group.group_name]
                 transports = [make_transport(group, stages[0].device, number, config.timeout_s)]
             by_index = {s.stage_index: s for s in stages}
