@@ -138,15 +138,10 @@ def _find(
         costs = replace(costs, latency=link.latency_s, bandwidth=link.bandwidth)
         logger.info("auto: messages take %.4g s, and %.4g bytes/s", *astuple(link))
     result = search(
-        costs,
-        ranks=ranks,
-        microbatches=spec.n_microbatches or DEFAULT_MICROBATCHES,
-        virtual=virtual,
-        memory_limit=spec.memory_limit,
-        recompute=spec.memory_limit is not None,
-        time_limit_s=SEARCH_S,
-        exact=find_spec("ortools") is not None,
-    )
+        costs, ranks=ranks, microbatches=spec.n_microbatches or DEFAULT_MICROBATCHES,
+        virtual=virtual, memory_limit=spec.memory_limit, time_limit_s=SEARCH_S,
+        recompute=spec.memory_limit is not None, exact=find_spec("ortools") is not None,
+    )  # fmt: skip
     logger.info(
         "auto: %s; step %.4g s predicted, at least %.4g s; %.4g bytes of activations at most",
         result.method, result.value, result.bound, result.peak,

@@ -217,9 +217,6 @@ def message_of(error: PenstockError) -> str:
     return str(error) if flag is None else f"{flag}: {error}"
 
 
-# --- sources ------------------------------------------------------------------------------------
-
-
 def complete(incomplete: str) -> Iterator[tuple[str, str]]:
     """Shell completions of schedules and files, each with a description."""
     for each in schedules():

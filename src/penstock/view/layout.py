@@ -102,11 +102,8 @@ def arrange(
     trace = trace_of(step)
     spans, unit = drawn(trace), unit or trace.unit
     origin = min((s.start for s in trace.spans if s.action.op in COMPUTE), default=0.0)
-    axes = _Axes(
-        origin=origin,
-        scale=1e3 if unit == "s" else 1.0,
-        top=_TOP if all(s.action.op in COMPUTE for s in spans) else _TOP_BELOW_STRIPS,
-    )
+    top = _TOP if all(s.action.op in COMPUTE for s in spans) else _TOP_BELOW_STRIPS
+    axes = _Axes(origin=origin, scale=1e3 if unit == "s" else 1.0, top=top)
     if isinstance(step, Trace):
         causes, curves = causes_of(step), _activations(step)
         path = causes.critical_path()

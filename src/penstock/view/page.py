@@ -171,9 +171,6 @@ def toggle_row(timelines: Sequence[Timeline], legend: Any) -> Any:
     return bk.Row(path, memory, legend, **STRETCHED)
 
 
-# --- parts in HTML ------------------------------------------------------------------------------
-
-
 def div(html: str = "", **options: Any) -> Any:
     """An HTML part of a page, styled for the functions below."""
     font = {"font-family": palette.FONT, "color": "#1c2733"}

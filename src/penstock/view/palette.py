@@ -108,11 +108,8 @@ def amount(value: float) -> str:
 
 def sizes_text(program: Program) -> str:
     """The sizes of a program, such as ``4 ranks, 8 stages, 16 microbatches``."""
-    return numbers_of(
-        rank=program.num_ranks,
-        stage=program.num_stages,
-        microbatch=program.num_whole_microbatches,
-    )
+    microbatches = program.num_whole_microbatches
+    return numbers_of(rank=program.num_ranks, stage=program.num_stages, microbatch=microbatches)
 
 
 def time_text(value: float, unit: str) -> str:
