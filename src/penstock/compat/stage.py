@@ -189,13 +189,10 @@ class PipelineStage(ExchangingStage):
             return
         state = self._state_after(Phase.FORWARD, bwd_chunk_id, "a backward")
         grads = self._output_grads(state, loss)
-        at_once = full_backward and state.work is None
         with self._no_sync():
-            (self.backward if at_once else self.input_grad)(state, grads)
-        state.phase = Phase.INPUT_GRAD
-        if full_backward and not at_once:
-            self.weight_grad(state)
-        self._finish(last_backward, state if full_backward else None)
+            (self.backward if full_backward else self.input_grad)(state, grads)
+        state.phase = Phase.DONE if full_backward else Phase.INPUT_GRAD
+        self._reduce_if_done(last_backward)
 
     def _output_grads(self, state: ManualState, loss: Tensor | None) -> Sequence[Tensor | None]:
         if self.is_last:
@@ -230,16 +227,15 @@ class PipelineStage(ExchangingStage):
             return
         state = self._state_after(Phase.INPUT_GRAD, bwd_chunk_id, "a weight gradient")
         self.weight_grad(state)
-        self._finish(last_backward, state)
+        state.phase = Phase.DONE
+        self._reduce_if_done(last_backward)
 
-    def _finish(self, last_backward: bool, done: ManualState | None) -> None:
-        """Mark a microbatch as done; after the step's last one, reduce replicas if requested."""
+    def _reduce_if_done(self, last_backward: bool) -> None:
+        """Reduce replicas, if requested, after the step's last microbatch."""
         self._replica_step.due |= last_backward
-        if done is not None:
-            done.phase = Phase.DONE
-            phases = {state.phase for state in self._states.values()}
-            if self._replica_step.due and phases <= {Phase.EMPTY, Phase.DONE}:
-                self._replica_step.end(reduce=True)
+        phases = {state.phase for state in self._states.values()}
+        if self._replica_step.due and phases <= {Phase.EMPTY, Phase.DONE}:
+            self._replica_step.end(reduce=True)
 
     def _state_after(self, phase: Phase, chunk_id: int, requested: str) -> ManualState:
         state = self._state(chunk_id)
@@ -367,13 +363,13 @@ _ARGUMENTS = {"full": _OF_GRAPH, "input": _OF_GRAPH, "weight": ("param_groups",)
 def _arguments(backward_type: str, bwd_kwargs: dict[str, Any]) -> list[Any]:
     if backward_type not in _ARGUMENTS:
         raise StageError(f"backward type {backward_type!r}: expected 'full', 'input' or 'weight'")
-    for name in _ARGUMENTS[backward_type]:
-        if name not in bwd_kwargs:
-            raise StageError(
-                f"a backward of type {backward_type!r} takes {name!r}, but was given "
-                f"{sorted(bwd_kwargs)}"
-            )
-    return [bwd_kwargs[name] for name in _ARGUMENTS[backward_type]]
+    try:
+        return [bwd_kwargs[name] for name in _ARGUMENTS[backward_type]]
+    except KeyError as missing:
+        raise StageError(
+            f"a backward of type {backward_type!r} takes {missing}, but was given "
+            f"{sorted(bwd_kwargs)}"
+        ) from None
 
 
 # --- traced models -------------------------------------------------------------------------------

@@ -1,8 +1,4 @@
-"""Replacements for the internal names of torch.distributed.pipelining (docs/from-torch.md).
-
-Importing an internal name, or reading it from a stage or schedule, raises an error with the
-replacement.
-"""
+"""Replacements for the internal names of torch.distributed.pipelining (docs/from-torch.md)."""
 
 from __future__ import annotations
 

@@ -321,7 +321,7 @@ class StageRunner:
         if context.written_inputs:
             inputs = map_tensors(context.restore, inputs)
         args, kwargs, target = inputs
-        with context:
+        with context.restored():
             output = self._run(state, args, kwargs)
             if self._is_last:
                 self._loss_head.run(state, output, target, self._step)

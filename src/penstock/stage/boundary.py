@@ -52,12 +52,11 @@ class TensorMeta:
     requires_grad: bool
     order: tuple[int, ...] | None = None
     dtensor: DTensorMeta | None = None
-    # The shape in which it is sent: contiguous, dimensions by descending stride.
-    wire_shape: Sequence[int] = dataclasses.field(init=False, compare=False)
 
-    def __post_init__(self) -> None:
-        sent = self.shape if self.order is None else [self.shape[i] for i in self.order]
-        object.__setattr__(self, "wire_shape", sent)
+    @property
+    def wire_shape(self) -> Sequence[int]:
+        """The shape in which it is sent: contiguous, dimensions by descending stride."""
+        return self.shape if self.order is None else [self.shape[i] for i in self.order]
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
@@ -110,7 +109,7 @@ class TensorMeta:
     @classmethod
     def decode(cls, data: dict[str, Any]) -> TensorMeta:
         """Read the values that ``encode`` wrote."""
-        shape, dtype, requires_grad, order, dtensor, _ = data.values()
+        shape, dtype, requires_grad, order, dtensor = data.values()
         return cls(
             shape=torch.Size(shape),
             dtype=pytree.decode_plain(dtype),
@@ -257,27 +256,22 @@ def describe(output: Any) -> BoundarySpec:
     """The spec of a stage's output: dense tensors and plain values in any containers."""
     leaves, tree = pytree.flatten(pytree.as_args(output))
     for slot, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            if not pytree.is_plain(leaf):
-                raise _not_plain(slot, type(leaf))
-        elif leaf.layout is not torch.strided or leaf.is_nested:
+        if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
             how = "is nested" if leaf.is_nested else f"has layout {leaf.layout}"
             raise BoundaryError(
                 f"output {slot} {how}, which can't cross between stages; return it as dense "
                 "tensors (indices and values, or values and lengths, for instance)"
             )
+        if not isinstance(leaf, Tensor) and not pytree.is_plain(leaf):
+            name = f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
+            raise BoundaryError(
+                f"output {slot} is a {name}, which can't cross between stages; return tensors, "
+                "numbers, strings, None and containers of these, classes registered with torch's "
+                "pytree among them (of NumPy's numbers .item(), of an enum's member its .value)"
+            )
     described = (TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return BoundarySpec(tree, tuple(described), sharing_memory(tensors))
-
-
-def _not_plain(slot: int, cls: type[Any]) -> BoundaryError:
-    name = f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
-    return BoundaryError(
-        f"output {slot} is a {name}, which can't cross between stages; return tensors, numbers, "
-        "strings, None and containers of these, classes registered with torch's pytree among them "
-        "(of NumPy's numbers .item(), of an enum's member its .value)"
-    )
 
 
 def sharing_memory(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:

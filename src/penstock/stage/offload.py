@@ -42,8 +42,8 @@ class CopyStreams:
         back                             └ 0 ┘
 
     ``record_stream`` would let the host, which runs ahead, allocate new memory for each offload.
-    Instead the tensors are released at the next offload, after the compute stream has been made
-    to wait for the copy: a stage that computes faster than it copies waits for memory.
+    Instead tensors are released at the next offload, after which the compute stream waits for the
+    copy: a stage that computes faster than it copies waits for memory.
     """
 
     def __init__(self, streams: DeviceStreams) -> None:
@@ -107,8 +107,7 @@ class _Storage:
 class ActivationOffload:
     """The saved tensors of one microbatch in one stage.
 
-    ``resident`` are tensors whose memory is referenced elsewhere; ``copy_streams`` is None where
-    the device has no streams.
+    ``resident`` tensors stay; ``copy_streams`` is None where the device has no streams.
     """
 
     def __init__(

@@ -17,11 +17,9 @@ import dataclasses
 import inspect
 import sys
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from types import BuiltinFunctionType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import optree
 import torch
@@ -129,8 +127,6 @@ _Open: TypeAlias = Callable[[Any], tuple[Sequence[Any], Any, Any]]
 _Make: TypeAlias = Callable[[Sequence[Any], Any], Any]
 
 _registered: set[type[Any]] = set()
-# By id, a container without contents that ``decode_tree`` opens once, and its described parts.
-_stand_ins: dict[int, tuple[Any, Sequence[Any], Any]] = {}
 # Its type wants a Collection; optree takes any class.
 _register_node: Any = optree.register_pytree_node
 
@@ -162,8 +158,7 @@ def _register(cls: type[Any]) -> None:
     open_, make = _functions_of(cls)
 
     def flatten_node(value: Any) -> tuple[Sequence[Any], _Context, Any]:
-        stand_in = _stand_ins.pop(id(value), None)
-        children, context, names = open_(value) if stand_in is None else (*stand_in[1:], None)
+        children, context, names = open_(value)
         return tuple(children), _Context(context), names
 
     def unflatten_node(context: Any, children: Sequence[Any]) -> Any:
@@ -286,113 +281,86 @@ def _refused(cls: type[Any], why: str) -> BoundaryError:
 
 # --- descriptions for other ranks ----------------------------------------------------------------
 
-# Builtin classes, and those that this process has sent, found without a look into their modules.
-_seen_classes: dict[str, type[Any]] = {
-    f"{cls.__module__}:{cls.__qualname__}": cls for cls in (tuple, list, dict, OrderedDict)
-}
+# The classes that this process has sent, or found in its modules, by module and name.
+_known_classes: dict[str, type[Any]] = {}
 
 
 def encode_tree(tree: optree.PyTreeSpec) -> Any:
-    """A structure as JSON values; a leaf is 0."""
-    cls: Any = tree.type
-    level: Any = tree.one_level()
-    if tree.is_leaf() or cls is type(None):
-        return 0 if tree.is_leaf() else None
-    items = [encode_tree(child) for child in tree.children()]
-    node = {"class": _class_name(cls), "items": items}
-    if cls in _registered:
-        context = level.walk(items, lambda _, context, items: context)
-        return node | {"context": _encode_context(cls, context.value)}
-    if cls in (dict, OrderedDict):
-        made: Any = level.unflatten(items)  # optree itself sorts the keys of a dict
-        if wrong := [key for key in made if type(key) not in (str, int)]:
-            raise BoundaryError(
-                f"dict key {wrong[0]!r} can't cross between stages; use str or int keys"
-            )
-        return node | {"keys": list(made), "items": list(made.values())}
-    if cls in (tuple, list) or _is_named_tuple(cls):
-        return node
-    raise _not_sent(cls)
-
-
-def _is_named_tuple(cls: Any) -> bool:
-    return hasattr(cls, "_fields") or optree.is_structseq_class(cls)
-
-
-def _not_sent(cls: type[Any]) -> BoundaryError:
-    return BoundaryError(
-        f"a {cls.__qualname__} can't cross between stages; return a tuple, list, dict, named "
-        "tuple or dataclass"
-    )
-
-
-def _encode_context(cls: type[Any], context: Any) -> Any:
-    if type(context) is cls:
-        raise _not_sent(cls)
-    leaves, tree = flatten(context)
-    for leaf in leaves:
-        if not is_plain(leaf):
-            raise BoundaryError(
-                f"a {cls.__qualname__} can't cross between stages: it is registered with a context "
-                f"that holds a {type(leaf).__qualname__}, expected numbers, strings, None and "
-                "containers of these"
-            )
-    return [encode_tree(tree), [encode_plain(leaf) for leaf in leaves]]
+    """A structure as JSON values."""
+    return _encode(tree.__getstate__())
 
 
 def decode_tree(data: Any) -> optree.PyTreeSpec:
     """The structure that ``encode_tree`` wrote, of classes that this process has imported."""
-    return optree.tree_structure(_decode(data), namespace=NAMESPACE)
+    tree = optree.PyTreeSpec.__new__(optree.PyTreeSpec)
+    cast(Any, tree).__setstate__(_decode(data))
+    return tree
 
 
-def _decode(node: Any) -> Any:
-    if not isinstance(node, dict):
-        return node  # a leaf, or None
-    cls, items = _find_class(node["class"]), [_decode(item) for item in node["items"]]
-    if "keys" in node:
-        return cls(zip(node["keys"], items, strict=True))
-    if cls in (tuple, list) or optree.is_structseq_class(cls):
-        return cls(items)
-    # Constructors may check their arguments, which are none yet: that of a builtin base does not.
-    new = next(
-        vars(base)["__new__"]
-        for base in cls.__mro__
-        if isinstance(vars(base).get("__new__"), BuiltinFunctionType)
-    )
-    if "context" not in node:
-        return new(cls, items)
-    if cls not in _registered:
-        _register(cls)
-    tree, leaves = node["context"]
-    context = unflatten(decode_tree(tree), [decode_plain(leaf) for leaf in leaves])
-    stand_in = new(cls)
-    _stand_ins[id(stand_in)] = stand_in, items, context
-    return stand_in
+def _encode(value: Any) -> Any:
+    """A part of optree's state as JSON: itself, or ``[kind, contents]``."""
+    cls = type(value)
+    if value is None or cls in _IN_JSON:
+        return value
+    if cls in _CODECS:
+        return ["plain", encode_plain(value)]
+    if isinstance(value, type):
+        name = f"{value.__module__}:{value.__qualname__}"
+        _known_classes[name] = value
+        return ["class", name]
+    if cls is _Context:
+        return ["context", _encode(value.value)]
+    if cls in (tuple, list):
+        return [cls.__name__, [_encode(item) for item in value]]
+    if cls is dict:
+        return ["dict", [[_encode(key), _encode(item)] for key, item in value.items()]]
+    leaves, tree = flatten(value)
+    if not leaves or leaves[0] is value:
+        raise BoundaryError(
+            f"a container can't cross between stages: a key, or the context that it is registered "
+            f"with, holds a {cls.__qualname__}, expected numbers, strings, None and containers of "
+            "these"
+        )
+    return ["tree", [encode_tree(tree), _encode(leaves)]]
 
 
-def _class_name(cls: type[Any]) -> str:
-    name = f"{cls.__module__}:{cls.__qualname__}"
-    _seen_classes[name] = cls
-    return name
+def _decode(data: Any) -> Any:
+    if not isinstance(data, list):
+        return data
+    kind, contents = data
+    if kind == "plain":
+        return decode_plain(contents)
+    if kind == "class":
+        return _find_class(contents)
+    if kind == "context":
+        return _Context(_decode(contents))
+    if kind == "tree":
+        return unflatten(decode_tree(contents[0]), _decode(contents[1]))
+    if kind == "dict":
+        return {_decode(key): _decode(item) for key, item in contents}
+    items = map(_decode, contents)
+    return tuple(items) if kind == "tuple" else list(items)
 
 
 def _find_class(name: str) -> type[Any]:
     """The class of this name in the modules that this process has imported."""
-    if name in _seen_classes:
-        return _seen_classes[name]
+    if name in _known_classes:
+        return _known_classes[name]
     module_name, _, path = name.partition(":")
     found: Any = sys.modules.get(module_name)
     for part in path.split("."):
         found = getattr(found, part, None)
-    if isinstance(found, type) and (
-        _is_named_tuple(found) or _is_container(found) or found in _registered
-    ):
-        return found
-    raise BoundaryError(
-        f"a stage sends a {name}, a class that this rank can't find; define it at the top level of "
-        "a module that every rank imports, and register it there, where it is registered with "
-        "torch's pytree"
-    )
+    is_tuple = hasattr(found, "_fields") or optree.is_structseq_class(found)
+    if not isinstance(found, type) or not (is_tuple or _is_container(found)):
+        raise BoundaryError(
+            f"a stage sends a {name}, a class that this rank can't find; define it at the top "
+            "level of a module that every rank imports, and register it there, where it is "
+            "registered with torch's pytree"
+        )
+    if not is_tuple and found not in _registered:
+        _register(found)
+    _known_classes[name] = found
+    return found
 
 
 with warnings.catch_warnings():

@@ -7,7 +7,8 @@ copies all buffers and inputs; later forwards copy only those written by the fir
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -41,7 +42,7 @@ class Recomputer:
 
 
 class RecomputeContext:
-    """The state before one forward; entered once, around its repetition.
+    """The state before one forward; ``restored`` once, around its repetition.
 
     Attributes:
         written_inputs: by id, for each input that the forward wrote into, a copy of its value
@@ -62,7 +63,6 @@ class RecomputeContext:
             for place, (buffer, _) in self._recorded.items()
             if written is None or place in written
         }
-        self._now: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
         # A tensor of inference mode counts no versions, and can't be written into here.
         self._versions = [(t, version_of(t)) for t in inputs if not t.is_inference()]
         copied = () if recomputer.writes_inputs is False else self._versions
@@ -105,21 +105,20 @@ class RecomputeContext:
         """An input's value before the recorded forward."""
         return self.written_inputs.get(id(tensor), (tensor,))[0]
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the state for the repetition, and afterwards the present one."""
         owners = {owner for owner, _ in self._before}
-        self._now = [(buffers_of(owner), dict(buffers_of(owner))) for owner in owners]
+        present = [(buffers_of(owner), dict(buffers_of(owner))) for owner in owners]
+        states = random_states(self._recomputer.device)
         for (owner, name), buffer in self._before.items():
             buffers_of(owner)[name] = buffer
-        self._swap_random_states()
-
-    def __exit__(self, *_: object) -> None:
-        self._swap_random_states()
-        for buffers, now in self._now:
-            buffers.clear()
-            buffers.update(now)
-        self._before, self._now = {}, []
-
-    def _swap_random_states(self) -> None:
-        now = random_states(self._recomputer.device)
         set_random_states(self._random)
-        self._random = now
+        try:
+            yield
+        finally:
+            set_random_states(states)
+            for buffers, before in present:
+                buffers.clear()
+                buffers.update(before)
+            self._before = {}

@@ -75,16 +75,10 @@ def microbatch_rng(
 
 
 class RandomStream:
-    """One stage's part of the microbatches' streams.
-
-    Args:
-        device: the device whose generator the stage draws from.
-        first: whether streams begin here.
-        last: whether streams end here.
-    """
+    """One stage's part of the microbatches' streams, which begin and end at its first and last."""
 
     def __init__(self, device: torch.device, *, first: bool, last: bool) -> None:
-        self._device = device
+        self._device = device  # from whose generator the stage draws
         self._first = first
         self._last = last
         self._before: Tensor | None = None

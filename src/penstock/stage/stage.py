@@ -190,7 +190,7 @@ class Stage:
         writes = self._found().writes
         self._watched = []
         if state.leaves and writes is not False:
-            tensors = [alias(t) if t.requires_grad else t for t in tensors]
+            tensors = [_Alias.apply(t) if t.requires_grad else t for t in tensors]  # type: ignore[no-untyped-call]
             if writes is None:
                 self._watched = [(t, version_of(t), None) for t in tensors if t.requires_grad]
         for i, j in spec.shared:
@@ -292,8 +292,12 @@ class Stage:
 
     def backward(self, state: MicrobatchState, grads: Sequence[Tensor | None]) -> None:
         """Full backward of a microbatch, from a gradient, or None, for each of its roots."""
-        self._run_backward(state, grads)
-        self._built_work()()
+        if state.work is None:
+            self._run_backward(state, grads)
+            self._built_work()()
+        else:  # the forward has deferred weight gradients
+            self.input_grad(state, grads)
+            self.weight_grad(state)
 
     def input_grad(self, state: MicrobatchState, grads: Sequence[Tensor | None]) -> None:
         """Input gradients of a microbatch; ``weight_grad`` computes its weight gradients."""
@@ -318,7 +322,7 @@ class Stage:
     def _built_work(self) -> Callable[..., None]:
         """The user's callable for the weight gradients of the last backward; or an empty one."""
         if self.dw_builder is None:
-            return _no_work
+            return lambda: None
         work = self.dw_builder()
         if not callable(work):
             raise StageError(
@@ -359,17 +363,9 @@ def holding_back(parameters: Iterable[nn.Parameter]) -> Iterator[list[tuple[nn.P
             param.grad = grad
 
 
-def _no_work() -> None:
-    """W of a backward that has computed all gradients."""
-
-
-def alias(leaf: Tensor) -> Tensor:
-    """A differentiable alias of ``leaf`` that may be written into."""
-    made: Tensor = _Alias.apply(leaf)  # type: ignore[no-untyped-call]
-    return made
-
-
 class _Alias(torch.autograd.Function):
+    """A differentiable alias of a leaf, which may be written into."""
+
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
         return leaf.detach()  # the shared version counter shows writes to autograd

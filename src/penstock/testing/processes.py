@@ -16,7 +16,6 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from penstock._torch_compat import COMPILER
 
@@ -91,7 +91,7 @@ def run_ranks(work: Work, num_ranks: int, *args: Any, timeout_s: float = 60) -> 
     # cheap fork of it.
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))
-    port = _free_port()
+    port = get_free_port()  # type: ignore[no-untyped-call]
     processes, connections = [], []
     for rank in range(num_ranks):
         here, there = context.Pipe()
@@ -105,13 +105,6 @@ def run_ranks(work: Work, num_ranks: int, *args: Any, timeout_s: float = 60) -> 
     for connection in connections:
         connection.close()  # by which a rank knows that all have ended
     return [_outcome(*each) for each in zip(processes, reports, strict=True)]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _report(connection: Any, deadline: float) -> bytes | None:

@@ -67,6 +67,8 @@ def weights_of(
 
 def cast_by_autocast(x: Tensor) -> Tensor:
     """Cast ``x`` to the dtype of autocast, as autograd would save it."""
+    if not autocast_enabled():
+        return x
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype is torch.float64:
         return x
@@ -94,8 +96,7 @@ def linear(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> A
     weights = weights_of(deferred, x, w, b)
     if weights is None or x.dim() < 2:
         return generic(deferred, func, args, {})
-    if autocast_enabled():
-        x = cast_by_autocast(x)
+    x = cast_by_autocast(x)
     detached = w.detach()
     row_major = detached.is_contiguous()
     rows = as_matrix(x)
@@ -125,8 +126,7 @@ def product(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> 
     weights = weights_of(deferred, x, w, *added)
     if weights is None:
         return generic(deferred, func, args, kwargs)
-    if autocast_enabled():
-        x = cast_by_autocast(x)
+    x = cast_by_autocast(x)
     detached = w.detach()
     row_major = detached.is_contiguous()
     biases = [b.detach() for b in added]
