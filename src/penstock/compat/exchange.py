@@ -76,11 +76,6 @@ class ExchangingStage(Stage):
         peer = dist.get_global_rank(self.group, rank)
         return [dist.P2POp(op, tensor.contiguous(), peer, self.group) for tensor in tensors]
 
-    def _empty(self, metas: Sequence[TensorMeta], device: Any = None) -> list[Tensor]:
-        # Contiguous regardless of ``meta.order``, since the peer may have only the shapes.
-        place = device or self.device
-        return [torch.empty(m.shape, dtype=m.dtype, device=place) for m in metas]
-
     def _known(self, spec: BoundarySpec | None, argument: str) -> BoundarySpec:
         if spec is None:
             raise self._error(
@@ -101,7 +96,7 @@ class ExchangingStage(Stage):
             return []
         state = self._state(fwd_chunk_id)
         state.in_spec = self._known(self.static_inputs or self.inputs_spec, "input_args")
-        state.received = self._empty(state.in_spec.metas)
+        state.received = _empty(state.in_spec.metas, self.device)
         return self._p2p(dist.irecv, state.received, -1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -119,9 +114,8 @@ class ExchangingStage(Stage):
             self._has_warned = True
             _log.warning(
                 "stage %d sends tensors %d and %d, which share memory here and arrive as separate "
-                "tensors: return a clone of one of them if the next stage writes into the other",
-                self.stage_index,
-                *shared[0],
+                "tensors: return a clone of one if the next stage writes into the other",
+                *(self.stage_index, *shared[0]),
             )
         return self._p2p(dist.isend, to_send, 1)
 
@@ -131,7 +125,7 @@ class ExchangingStage(Stage):
             return []
         state = self._state(bwd_chunk_id)
         spec = self._known(state.out_spec or self.static_outputs, "output_args")
-        state.received_grads = self._empty(spec.grad_metas)
+        state.received_grads = _empty(spec.grad_metas, self.device)
         return self._p2p(dist.irecv, state.received_grads, 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -161,7 +155,7 @@ class ExchangingStage(Stage):
                 "no input gradients; run backward_one_chunk() first, and take them once", state
             )
         state.grads_to_send = None
-        pairs = zip(grads, self._empty(spec.grad_metas), strict=True)
+        pairs = zip(grads, _empty(spec.grad_metas, self.device), strict=True)
         return tuple(empty.zero_() if grad is None else grad for grad, empty in pairs)
 
     def set_local_bwd_input(
@@ -180,4 +174,9 @@ class ExchangingStage(Stage):
             StageError: the output shapes are unknown so far.
         """
         spec = self._known(self.static_outputs or self.outputs_spec, "output_args")
-        return tuple(self._empty(spec.metas, "meta"))
+        return tuple(_empty(spec.metas, "meta"))
+
+
+def _empty(metas: Sequence[TensorMeta], device: Any) -> list[Tensor]:
+    # Contiguous regardless of ``meta.order``, since the peer may have only the shapes.
+    return [torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in metas]

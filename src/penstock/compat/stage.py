@@ -428,10 +428,7 @@ class TracedStage(PipelineStage):
         return self._stage_names[submod_name]
 
     def find_dst_rank(self, user: fx.Node) -> int | None:
-        """The group rank of the stage of a node of ``Pipe.info().graph``.
-
-        None for a node without a stage, such as the output.
-        """
+        """The group rank of the stage of a node of ``Pipe.info().graph``; None without one."""
         if user.op != "call_module":
             return None
         return self.stage_index_to_group_rank[self.get_stage_index_of_submod(str(user.target))]
@@ -444,8 +441,5 @@ def build_stage(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> TracedStage:
-    """Make a ``TracedStage`` of a module, wrapped or not, which is moved to ``device``.
-
-    Args: those of ``TracedStage``.
-    """
+    """Make a ``TracedStage``, with its arguments; the module, wrapped or not, is moved."""
     return TracedStage(stage_module.to(device), stage_index, pipe_info, device, group)

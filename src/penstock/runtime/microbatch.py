@@ -105,9 +105,6 @@ def split_tree(
         spec: a ``TensorChunkSpec`` for all leaves, a tree of them that is a prefix of ``tree``, or
             None for dimension 0. A leaf whose spec is None is given to every chunk.
         seen: filled with the numbers of rows of the split tensors, each with the first shape.
-
-    Raises:
-        ValueError: a tensor has fewer rows than there are chunks, or the spec does not fit.
     """
     leaves, treedef = flatten(tree, _is_packed)
     specs = _leaf_specs(tree, len(leaves), spec)
@@ -196,8 +193,7 @@ def _part_of_mask(mask: Any, rows: Tensor) -> Any:
 def check_rows(counts: Mapping[int, torch.Size], chunks: int) -> None:
     """Check that tensors with different numbers of rows are cut at the same places.
 
-    4 images and 8 captions in 2 microbatches are, since both divide evenly; 4 images and 5 offsets
-    are not. ``counts`` is ``seen`` of ``split_tree``.
+    Such numbers divide evenly. ``counts`` is ``seen`` of ``split_tree``.
     """
     if len(counts) > 1 and any(rows % chunks for rows in counts):
         rows, other = sorted(counts, reverse=True)[:2]

@@ -28,7 +28,7 @@ from penstock.stage import device_streams
 from penstock.stage.boundary import BoundarySpec, TensorMeta, describe
 from penstock.stage.offload import ActivationOffload, CopyStreams
 from penstock.stage.pytree import map_tensors
-from penstock.stage.recompute import Recomputer
+from penstock.stage.recompute import RecomputeContext
 from penstock.stage.rng import RandomStream
 from penstock.stage.stage import MicrobatchState, Stage, detach_state
 
@@ -91,7 +91,6 @@ class StageRunner:
             {a.microbatch for a in actions if a.op is op and a.stage == stage.stage_index}
             for op in (Op.INPUT_GRAD, Op.RECOMPUTE, Op.OFFLOAD)
         )
-        self._recomputer = Recomputer(stage.device)
         streams = device_streams.streams_of(stage.device) if self._offloaded else None
         self._copy_streams = CopyStreams(streams) if streams is not None else None
         self.replicas: Replicas | None = None
@@ -304,7 +303,7 @@ class StageRunner:
         """Run the forward and keep only its inputs."""
         received = state.received or ()
         inputs = [*received, *self._step.given(state.microbatch)]
-        context = self._recomputer.record(self.stage.submod, inputs)
+        context = RecomputeContext(self.stage.findings(), self.stage.device, inputs)
         if not self._is_first:
             state.received = [tensor.detach() for tensor in received]  # separate leaves
         self._forward(state)

@@ -193,16 +193,11 @@ class BoundarySpec:
         if given is None:
             return
         kinds, wanted = ([meta.kind for meta in spec.metas] for spec in (self, given))
-        if len(kinds) != len(wanted):
+        if kinds != wanted:
             raise BoundaryError(
-                f"there are {len(kinds)} {what} tensors, but {what}_args says {len(wanted)}: "
-                f"{', '.join(wanted)}"
+                f"the stage's {what} is {' and '.join(kinds)}, expected {' and '.join(wanted)} as "
+                f"{what}_args says"
             )
-        for slot, kind, expected in zip(self._slots, kinds, wanted, strict=True):
-            if kind != expected:
-                raise BoundaryError(
-                    f"{what} {slot} is {kind}, expected {expected} as {what}_args says"
-                )
 
     def pack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors as they are sent, see ``TensorMeta.pack``."""

@@ -30,11 +30,9 @@ class DeviceStreams:
         self._device = device
 
     def current(self) -> Stream:
-        """The calling thread's stream."""
         return torch.cuda.current_stream(self._device)
 
     def new(self) -> Stream:
-        """A new stream."""
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def switch(self, stream: Stream) -> None:
@@ -49,7 +47,6 @@ class DeviceStreams:
         return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
 
     def mark(self, event: Event, stream: Stream) -> None:
-        """Record ``event`` on ``stream``."""
         event.record(stream)
 
     def wait(self, stream: Stream, event: Event) -> None:
@@ -65,7 +62,6 @@ class DeviceStreams:
         tensor.record_stream(stream)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Pinned host memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def is_over(self, event: Event) -> bool:

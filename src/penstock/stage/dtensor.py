@@ -25,9 +25,9 @@ __all__ += ["from_local", "full_tensor", "is_dtensor", "local_part", "max_magnit
 class DTensorMeta(NamedTuple):
     """The description of a DTensor without its local part; in JSON, a list of its fields.
 
-    ``mesh`` has the names and sizes of the mesh's dimensions. ``placements`` has, for each of
-    these, ``("Shard", dim)``, ``("Replicate", None)`` or ``("Partial", op)``. ``shape`` and
-    ``stride`` are those of the full tensor.
+    ``mesh`` has the names and sizes of the mesh's dimensions, ``placements`` for each of these
+    ``("Shard", dim)``, ``("Replicate", None)`` or ``("Partial", op)``. ``shape`` and ``stride`` are
+    those of the full tensor.
     """
 
     mesh: tuple[tuple[str, int], ...]

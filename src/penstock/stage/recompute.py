@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,27 +19,21 @@ from penstock._torch_compat import buffers_of, version_of
 from penstock.errors import StageError
 from penstock.stage.rng import random_states, set_random_states
 
-__all__ = ["RecomputeContext", "Recomputer"]
+__all__ = ["Findings", "RecomputeContext"]
 
 _Place: TypeAlias = tuple[nn.Module, str]
 
 
-class Recomputer:
-    """Makes the recompute contexts of one stage."""
+@dataclass(slots=True)
+class Findings:
+    """What the first forward of a module has shown; dropped when another takes its place."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        # The buffers that the forward writes into, and whether it writes into its inputs; None
-        # before the first forward.
-        self.written_buffers: set[_Place] | None = None
-        self.writes_inputs: bool | None = None
-        self._module: nn.Module | None = None
-
-    def record(self, module: nn.Module, inputs: Sequence[Tensor] = ()) -> RecomputeContext:
-        """Record the state before a forward of ``module`` with the tensors ``inputs``."""
-        if module is not self._module:
-            self._module, self.written_buffers, self.writes_inputs = module, None, None
-        return RecomputeContext(self, module, inputs)
+    module: nn.Module
+    writes: bool | None = None  # whether it may write into received leaves
+    undeferred: list[nn.Parameter] | None = None  # the parameters that are not deferred
+    compiled: Any = None  # of ``compiled_parts``
+    written_buffers: set[_Place] | None = None  # the buffers that it writes into
+    writes_inputs: bool | None = None  # whether it writes into any input
 
 
 class RecomputeContext:
@@ -49,15 +44,17 @@ class RecomputeContext:
             before, and the input itself to keep the id valid.
     """
 
-    def __init__(self, recomputer: Recomputer, module: nn.Module, inputs: Sequence[Tensor]) -> None:
-        self._recomputer = recomputer
-        self._random = random_states(recomputer.device)
+    def __init__(
+        self, findings: Findings, device: torch.device, inputs: Sequence[Tensor] = ()
+    ) -> None:
+        self._findings, self._device = findings, device
+        self._random = random_states(device)
         self._recorded = {
             (owner, name): (buffer, 0 if buffer is None else version_of(buffer))
-            for owner in module.modules()
+            for owner in findings.module.modules()
             for name, buffer in buffers_of(owner).items()
         }
-        written = recomputer.written_buffers
+        written = findings.written_buffers
         self._before = {
             place: None if buffer is None else buffer.clone()
             for place, (buffer, _) in self._recorded.items()
@@ -65,16 +62,16 @@ class RecomputeContext:
         }
         # A tensor of inference mode counts no versions, and can't be written into here.
         self._versions = [(t, version_of(t)) for t in inputs if not t.is_inference()]
-        copied = () if recomputer.writes_inputs is False else self._versions
+        copied = () if findings.writes_inputs is False else self._versions
         self.written_inputs: Mapping[int, tuple[Tensor, Tensor]] = {
             id(tensor): (tensor.detach().clone(), tensor) for tensor, _ in copied
         }
 
     def close(self) -> None:
         """End the recorded forward; copies of tensors that it did not write into are dropped."""
-        recomputer, recorded, versions = self._recomputer, self._recorded, self._versions
+        findings, recorded, versions = self._findings, self._recorded, self._versions
         self._recorded, self._versions = {}, []
-        is_first = recomputer.written_buffers is None
+        is_first = findings.written_buffers is None
         written = {id(tensor) for tensor, version in versions if version_of(tensor) != version}
         changed: set[_Place] = set()
         reassigned: dict[_Place, Tensor | None] = {}
@@ -89,16 +86,16 @@ class RecomputeContext:
                 or (is_first and before is not None and not torch.equal(buffer, before))
             ):
                 changed.add(place)
-        if recomputer.written_buffers is None:
-            recomputer.written_buffers, recomputer.writes_inputs = changed, bool(written)
+        if findings.written_buffers is None:
+            findings.written_buffers, findings.writes_inputs = changed, bool(written)
         late = [f"the buffer {name!r}" for _, name in changed - self._before.keys()]
-        if late or (written and not recomputer.writes_inputs):
+        if late or (written and not findings.writes_inputs):
             raise StageError(
                 f"this forward wrote into {late[0] if late else 'its inputs'}, and the first one "
                 "did not; don't recompute this stage"
             )
         self.written_inputs = {i: self.written_inputs[i] for i in written}
-        known = recomputer.written_buffers
+        known = findings.written_buffers
         self._before = reassigned | {p: b for p, b in self._before.items() if p in known}
 
     def restore(self, tensor: Tensor) -> Tensor:
@@ -110,7 +107,7 @@ class RecomputeContext:
         """Restore the state for the repetition, and afterwards the present one."""
         owners = {owner for owner, _ in self._before}
         present = [(buffers_of(owner), dict(buffers_of(owner))) for owner in owners]
-        states = random_states(self._recomputer.device)
+        states = random_states(self._device)
         for (owner, name), buffer in self._before.items():
             buffers_of(owner)[name] = buffer
         set_random_states(self._random)

@@ -41,7 +41,7 @@ from penstock.stage.device_streams import indexed
 from penstock.stage.dtensor import DTensorMeta, find_mesh
 from penstock.stage.offload import ActivationOffload
 from penstock.stage.pytree import flatten, is_plain, unflatten
-from penstock.stage.recompute import RecomputeContext
+from penstock.stage.recompute import Findings, RecomputeContext
 from penstock.stage.wrappers import unwrapped
 
 __all__ = [
@@ -57,12 +57,8 @@ __all__ = [
 class MicrobatchState:
     """One microbatch's tensors and graph edges in one stage, between its actions.
 
-    A schedule makes its own states and reuses them from step to step.
-
-    Args:
-        microbatch: its index.
-        in_sequence: whether it is a chunk of a sequence, whose backward returns the gradient of
-            the state that the chunk before has passed on.
+    A schedule reuses its states from step to step. ``in_sequence`` is True for a chunk of a
+    sequence, whose backward returns the gradient of the state that the chunk before has passed on.
     """
 
     def __init__(self, microbatch: int, *, in_sequence: bool = False) -> None:
@@ -95,16 +91,6 @@ class MicrobatchState:
         self.metadata: bytes | None = None
         # For each gradient of ``to_send``, whether it is sent at all.
         self.grads_present: tuple[bool, ...] = ()
-
-
-@dataclass(slots=True)
-class _Findings:
-    """What the first forward of a module has shown; dropped when another takes its place."""
-
-    module: nn.Module
-    writes: bool | None = None  # whether it may write into its inputs
-    undeferred: list[nn.Parameter] | None = None
-    compiled: Any = None  # of ``compiled_parts``
 
 
 class Stage:
@@ -157,7 +143,7 @@ class Stage:
         self._meshes: dict[tuple[tuple[str, int], ...], Any] = {}
         on_cpu = self.device.type == "cpu"
         self._backward_from: Any = run_backward if on_cpu else torch.autograd.backward
-        self._findings = _Findings(submod)
+        self._findings = Findings(submod)
         # Inputs with their versions: None for those of a module's first forward; indices for those
         # that shared memory in the previous stage.
         self._watched: list[tuple[Tensor, int, tuple[int, int] | None]] = []
@@ -187,7 +173,7 @@ class Stage:
         # In an evaluation there is no graph, though parameters that are sent on require grad.
         grad_slots = spec.grad_slots if torch.is_grad_enabled() else ()
         state.leaves = [tensors[i].requires_grad_() for i in grad_slots]
-        writes = self._found().writes
+        writes = self.findings().writes
         self._watched = []
         if state.leaves and writes is not False:
             tensors = [_Alias.apply(t) if t.requires_grad else t for t in tensors]  # type: ignore[no-untyped-call]
@@ -199,21 +185,19 @@ class Stage:
                 self._watched += [(tensors[p[0]], version_of(tensors[p[0]]), p) for p in pairs]
         return spec.arguments(tensors, self.mesh_of)
 
-    def _found(self) -> _Findings:
+    def findings(self) -> Findings:
+        """What the first forward of its present module has shown."""
         if self._findings.module is not self.submod:
-            self._findings = _Findings(self.submod)
+            self._findings = Findings(self.submod)
         return self._findings
 
     def _check_writes(self) -> None:
-        """Learn from a module's first forward whether it writes into its inputs.
-
-        Refuses a write into an input that shared memory with another one in the previous stage.
-        """
+        """Learn whether the module writes into inputs; refuse writes into shared memory."""
         watched, self._watched = self._watched, []
         written = [pair for tensor, version, pair in watched if version_of(tensor) != version]
         if any(pair is None for *_, pair in watched):
             inplace = any(getattr(m, "inplace", False) is True for m in self.submod.modules())
-            self._found().writes = inplace or None in written
+            self.findings().writes = inplace or None in written
         for pair in written:
             if pair is not None:
                 raise BoundaryError(
@@ -261,7 +245,7 @@ class Stage:
         # Imported here, since few schedules defer weight gradients.
         from penstock.stage.weight_grad import DeferredGrads, compiled_parts, find_undeferred
 
-        known = self._found()
+        known = self.findings()
         if known.compiled is None:
             known.compiled = compiled_parts(self.submod)
         state.work = deferred = DeferredGrads(known.undeferred or (), known.compiled)
@@ -275,10 +259,7 @@ class Stage:
         return output
 
     def leave(self, state: MicrobatchState, output: Any, spec: BoundarySpec) -> None:
-        """Split the output into detached tensors to send and the edges where the backward starts.
-
-        The output itself is not kept, so that its memory is free once it is sent.
-        """
+        """Split the output, which is not kept, into tensors to send and roots of the backward."""
         tensors = spec.tensors(output)
         state.out_spec = self.outputs_spec = spec
         # In an evaluation there are no edges, though views of parameters require grad.
@@ -345,10 +326,7 @@ class Stage:
 
 @contextmanager
 def holding_back(parameters: Iterable[nn.Parameter]) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
-    """Fill a list with the gradients that a backward in this block computes for ``parameters``.
-
-    ``.grad`` stays, and hooks do not run.
-    """
+    """Fill a list with gradients that a backward computes; ``.grad`` stays, no hook runs."""
     before = [(param, param.grad) for param in parameters if param.requires_grad]
     held: list[tuple[nn.Parameter, Tensor]] = []
     for param, _ in before:

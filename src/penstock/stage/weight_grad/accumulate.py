@@ -38,12 +38,9 @@ _BATCH_NUMBERS = 1 << 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expression:
-    """A tensor computed from parameters alone, such as ``p.T`` or ``p * 0.5``.
+    """A tensor computed from parameters alone, such as ``p.T``; ``leaves`` are their ids."""
 
-    Its gradient enters the graph to the parameters at ``edge``; ``leaves`` are their ids.
-    """
-
-    edge: GradientEdge
+    edge: GradientEdge  # where its gradient enters the graph to the parameters
     shape: torch.Size
     dtype: torch.dtype
     leaves: frozenset[int]

@@ -140,9 +140,8 @@ class DeferredGrads(TorchFunctionMode):
     def weight(self, value: object) -> Weight | None:
         """``value`` as a weight whose gradient can be deferred; None if it is none.
 
-        While I recomputes a checkpointed region, weights that the region was given are other
-        tensors at the same place of the graph, or leaves with a parameter's place. Taken for no
-        weights, operations would save other tensors than in the forward.
+        While I recomputes a checkpointed region, the region's weights are other tensors at the same
+        place of the graph, or leaves with a parameter's place.
         """
         if type(value) is Parameter:
             deferred = value.requires_grad and id(value) not in self._undeferred
@@ -263,10 +262,7 @@ class DeferredGrads(TorchFunctionMode):
         return proxied or any(record and record[5] for record in self.records)
 
     def accumulate(self) -> None:
-        """Run W: accumulate all weight gradients into ``.grad``, and free everything.
-
-        Hooks on parameters, DDP's among them, run here, once per parameter.
-        """
+        """Run W: accumulate weight gradients; hooks on parameters, DDP's too, run once here."""
         self.num_passes = 0
         self.mixed = ()
         self.add_computed((w, proxy.grad) for w, proxy in self.proxies if proxy.grad is not None)
@@ -391,9 +387,8 @@ def compiled_parts(module: nn.Module) -> list[CompiledCall]:
 def find_undeferred(outputs: Iterable[object], parameters: Iterable[Parameter]) -> list[Parameter]:
     """The parameters that autograd accumulates into in I, past the deferral.
 
-    Their hooks run in I. If other uses of such a parameter were deferred, its hooks would run
-    twice: leave these to autograd altogether, by ``DeferredGrads(undeferred)``. It walks the graph
-    of the outputs, so call it once, after the first forward.
+    If other uses of such a parameter were deferred, its hooks would run twice: leave these to
+    autograd altogether, by ``DeferredGrads(undeferred)``. Call it after the first forward alone.
     """
     tensors = (out for out in outputs if isinstance(out, Tensor) and out.requires_grad)
     stack: list[Node] = [get_gradient_edge(out).node for out in tensors]

@@ -44,10 +44,7 @@ aten: Any = torch.ops.aten
 def weights_of(
     deferred: DeferredGrads, x: object, w: object, b: object = None
 ) -> tuple[Weight, ...] | None:
-    """The weight, and the bias if there is one; None if a formula does not apply.
-
-    Formulas apply to an activation ``x`` that is a dense real tensor, no weight, and no subclass.
-    """
+    """The weight, and the bias if there is one; None unless ``x`` is a dense activation."""
     weight = deferred.weight(w)
     if (
         weight is None
@@ -81,8 +78,7 @@ def cast_by_autocast(x: Tensor) -> Tensor:
 def as_matrix(x: Tensor) -> Tensor:
     """A strided stack of matrices as one matrix; any other tensor unchanged.
 
-    With a weight that requires no grad, torch multiplies such a stack in batches instead of copying
-    it to one matrix: other rounding than that of an ordinary forward.
+    With a weight that requires no grad, torch would multiply it in batches, with other rounding.
     """
     return x.reshape(-1, x.shape[-1]) if x.dim() > 2 and not x.is_contiguous() else x
 
@@ -211,10 +207,7 @@ def embedding(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -
 
 
 def differentiate(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.autograd.grad`` inside a forward: right if it adds nothing to a graph.
-
-    Also handles ``torch.func.grad`` and the like, in which nothing was deferred.
-    """
+    """``torch.autograd.grad`` inside a forward, or ``torch.func.grad``; right without a graph."""
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
     given = dict(zip(names, args, strict=False)) | kwargs
     outputs, inputs = (
