@@ -16,7 +16,7 @@ from torch.utils import _pytree
 
 from penstock import BoundaryError
 from penstock.stage.boundary import BoundarySpec, describe
-from penstock.stage.pytree import decode_tree, encode_tree, flatten
+from penstock.stage.pytree import decode, encode, flatten
 
 
 class Tagged:
@@ -145,7 +145,7 @@ def test_a_decoded_structure_is_that_of_the_values() -> None:
     """So that a later rank recognises the values of its own modules."""
     value = [Static(torch.ones(2), "table"), Rooted(torch.ones(2)), {"b": (1, None), "a": 2}]
     leaves, tree = flatten(value)
-    decoded = decode_tree(encode_tree(tree))
+    decoded = decode(encode(tree))
     assert decoded == tree
     made: Any = optree.tree_unflatten(decoded, leaves)
     assert [type(each) for each in made] == [Static, Rooted, dict]

@@ -102,22 +102,6 @@ class TensorMeta:
         shown = f"{self.kind}, {'with' if self.requires_grad else 'no'} gradient"
         return shown if self.dtensor is None else f"{shown}, {self.dtensor}"
 
-    def encode(self) -> dict[str, Any]:
-        """JSON values, to be read by ``decode``."""
-        return dataclasses.asdict(self) | {"dtype": pytree.encode_plain(self.dtype)}
-
-    @classmethod
-    def decode(cls, data: dict[str, Any]) -> TensorMeta:
-        """Read the values that ``encode`` wrote."""
-        shape, dtype, requires_grad, order, dtensor = data.values()
-        return cls(
-            shape=torch.Size(shape),
-            dtype=pytree.decode_plain(dtype),
-            requires_grad=requires_grad,
-            order=order and tuple(order),
-            dtensor=dtensor and DTensorMeta.decode(dtensor),
-        )
-
 
 def _order_in_memory(tensor: Tensor) -> tuple[int, ...] | None:
     if tensor.layout is not torch.strided or tensor.is_contiguous() or 0 in tensor.stride():
@@ -225,17 +209,15 @@ class BoundarySpec:
 
     def encode(self) -> bytes:
         """The spec as JSON, read by ``decode`` on another rank."""
-        encode = pytree.encode_plain
-        leaves = [x.encode() if isinstance(x, TensorMeta) else encode(x) for x in self.leaves]
-        return json.dumps([pytree.encode_tree(self.tree), leaves, self.shared]).encode()
+        leaves = [dataclasses.asdict(x) if isinstance(x, TensorMeta) else x for x in self.leaves]
+        return json.dumps(pytree.encode((self.tree, leaves, self.shared))).encode()
 
     @staticmethod
     def decode(data: bytes) -> BoundarySpec:
         """Read the spec that ``encode`` wrote."""
-        tree, leaves, shared = json.loads(data)
-        decode = pytree.decode_plain
-        decoded = (TensorMeta.decode(x) if isinstance(x, dict) else decode(x) for x in leaves)
-        return BoundarySpec(pytree.decode_tree(tree), tuple(decoded), tuple(map(tuple, shared)))
+        tree, leaves, shared = pytree.decode(json.loads(data))
+        decoded = (TensorMeta(**leaf) if isinstance(leaf, dict) else leaf for leaf in leaves)
+        return BoundarySpec(tree, tuple(decoded), shared)
 
     def __repr__(self) -> str:
         return f"BoundarySpec({self.tree}, {', '.join(map(str, self.leaves))})"

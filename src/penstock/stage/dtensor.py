@@ -23,7 +23,7 @@ __all__ += ["from_local", "full_tensor", "is_dtensor", "local_part", "max_magnit
 
 
 class DTensorMeta(NamedTuple):
-    """The description of a DTensor without its local part; in JSON, a list of its fields.
+    """The description of a DTensor without its local part.
 
     ``mesh`` has the names and sizes of the mesh's dimensions, ``placements`` for each of these
     ``("Shard", dim)``, ``("Replicate", None)`` or ``("Partial", op)``. ``shape`` and ``stride`` are
@@ -34,13 +34,6 @@ class DTensorMeta(NamedTuple):
     placements: tuple[tuple[str, Any], ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-
-    @classmethod
-    def decode(cls, data: list[Any]) -> DTensorMeta:
-        """Read the fields from JSON."""
-        mesh, placements, shape, stride = data
-        pairs = [tuple(map(tuple, each)) for each in (mesh, placements)]
-        return cls(pairs[0], pairs[1], tuple(shape), tuple(stride))
 
     def __str__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh)

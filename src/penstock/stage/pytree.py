@@ -29,9 +29,8 @@ from torch.nn.utils.rnn import PackedSequence
 from penstock._torch_compat import pytree_node
 from penstock.errors import BoundaryError
 
-__all__ = ["NAMESPACE", "Plain", "as_args", "decode_plain", "decode_tree", "encode_plain"]
-__all__ += ["encode_tree", "flatten", "is_plain", "map_tensors", "same_value", "tensors_of"]
-__all__ += ["unflatten"]
+__all__ = ["NAMESPACE", "Plain", "as_args", "decode", "encode", "flatten", "is_plain"]
+__all__ += ["map_tensors", "same_value", "tensors_of", "unflatten"]
 
 # The optree namespace in which containers are registered when they are first met.
 NAMESPACE = "penstock"
@@ -100,23 +99,11 @@ _CODECS: dict[type[Any], tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     torch.device: (str, torch.device),
     torch.Size: (list, torch.Size),
 }
-_DECODERS = {cls.__name__: decode for cls, (_, decode) in _CODECS.items()}
 
 
 def is_plain(value: object) -> bool:
     """True if a leaf that is no tensor can be sent; subclasses, such as NumPy's floats, can't."""
     return type(value) in _IN_JSON or type(value) in _CODECS
-
-
-def encode_plain(value: Plain) -> Any:
-    """A plain value as JSON: itself, or ``[class name, value]``."""
-    cls = type(value)
-    return value if cls in _IN_JSON else [cls.__name__, _CODECS[cls][0](value)]
-
-
-def decode_plain(data: Any) -> Plain:
-    """Read a value that ``encode_plain`` wrote."""
-    return _DECODERS[data[0]](data[1]) if isinstance(data, list) else data
 
 
 # --- containers ----------------------------------------------------------------------------------
@@ -285,35 +272,25 @@ def _refused(cls: type[Any], why: str) -> BoundaryError:
 _known_classes: dict[str, type[Any]] = {}
 
 
-def encode_tree(tree: optree.PyTreeSpec) -> Any:
-    """A structure as JSON values."""
-    return _encode(tree.__getstate__())
-
-
-def decode_tree(data: Any) -> optree.PyTreeSpec:
-    """The structure that ``encode_tree`` wrote, of classes that this process has imported."""
-    tree = optree.PyTreeSpec.__new__(optree.PyTreeSpec)
-    cast(Any, tree).__setstate__(_decode(data))
-    return tree
-
-
-def _encode(value: Any) -> Any:
-    """A part of optree's state as JSON: itself, or ``[kind, contents]``."""
+def encode(value: Any) -> Any:
+    """Plain values, containers and structures of them as JSON: itself, or ``[kind, contents]``."""
     cls = type(value)
     if value is None or cls in _IN_JSON:
         return value
     if cls in _CODECS:
-        return ["plain", encode_plain(value)]
+        return [cls.__name__, _CODECS[cls][0](value)]
     if isinstance(value, type):
         name = f"{value.__module__}:{value.__qualname__}"
         _known_classes[name] = value
         return ["class", name]
+    if cls is optree.PyTreeSpec:
+        return ["structure", encode(value.__getstate__())]
     if cls is _Context:
-        return ["context", _encode(value.value)]
+        return ["context", encode(value.value)]
     if cls in (tuple, list):
-        return [cls.__name__, [_encode(item) for item in value]]
+        return [cls.__name__, [encode(item) for item in value]]
     if cls is dict:
-        return ["dict", [[_encode(key), _encode(item)] for key, item in value.items()]]
+        return ["dict", [[encode(key), encode(item)] for key, item in value.items()]]
     leaves, tree = flatten(value)
     if not leaves or leaves[0] is value:
         raise BoundaryError(
@@ -321,25 +298,26 @@ def _encode(value: Any) -> Any:
             f"with, holds a {cls.__qualname__}, expected numbers, strings, None and containers of "
             "these"
         )
-    return ["tree", [encode_tree(tree), _encode(leaves)]]
+    return ["tree", [encode(tree), encode(leaves)]]
 
 
-def _decode(data: Any) -> Any:
+def decode(data: Any) -> Any:
+    """Read what ``encode`` wrote, of classes that this process has imported."""
     if not isinstance(data, list):
         return data
     kind, contents = data
-    if kind == "plain":
-        return decode_plain(contents)
-    if kind == "class":
-        return _find_class(contents)
-    if kind == "context":
-        return _Context(_decode(contents))
-    if kind == "tree":
-        return unflatten(decode_tree(contents[0]), _decode(contents[1]))
+    if kind in _DECODERS:
+        return _DECODERS[kind](contents)
     if kind == "dict":
-        return {_decode(key): _decode(item) for key, item in contents}
-    items = map(_decode, contents)
-    return tuple(items) if kind == "tuple" else list(items)
+        return {decode(key): decode(item) for key, item in contents}
+    items = [decode(item) for item in contents]
+    return tuple(items) if kind == "tuple" else items
+
+
+def _decode_structure(data: Any) -> optree.PyTreeSpec:
+    tree = optree.PyTreeSpec.__new__(optree.PyTreeSpec)
+    cast(Any, tree).__setstate__(decode(data))
+    return tree
 
 
 def _find_class(name: str) -> type[Any]:
@@ -363,6 +341,13 @@ def _find_class(name: str) -> type[Any]:
     return found
 
 
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    **{cls.__name__: decode_plain for cls, (_, decode_plain) in _CODECS.items()},
+    "class": _find_class,
+    "structure": _decode_structure,
+    "context": lambda contents: _Context(decode(contents)),
+    "tree": lambda contents: unflatten(*map(decode, contents)),
+}
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", UserWarning)  # that it is a named tuple, too
     _register(PackedSequence)
