@@ -4,8 +4,8 @@
     input_backward     I: the same pass; returns input gradients, holds back the weights'
     weight_backward    W: accumulates these
 
-A graph has no cheap way to the inputs alone and later to the weights alone: two passes would cost
-half a backward more. Stages whose forward runs in ``DeferredGrads`` compute the weights' in W.
+A graph has no cheap way to the inputs alone and later to the weights alone. Stages whose forward
+runs in ``DeferredGrads`` compute the weights' in W.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@
     backward                      uses them as if they had stayed
 
 On CUDA, copies run on two streams of their own: no stream waits for an offload, and the backward
-waits for the reload of the tensors that it uses. Parameters, buffers and inputs stay on the device,
-since they are referenced elsewhere.
+waits for the reload of the tensors that it uses. Parameters, buffers and inputs stay.
 """
 
 from __future__ import annotations

@@ -165,9 +165,8 @@ class Stage:
     ) -> tuple[Any, ...]:
         """Make the module's arguments of received tensors; those that take gradients are leaves.
 
-        Autograd refuses in-place writes into leaves (``nn.ReLU(inplace=True)``, ``x.add_(1)``). In
-        the unsplit model the inputs would be none, so the module gets differentiable aliases,
-        unless its first forward has shown that it does not write.
+        Autograd refuses in-place writes into leaves (``nn.ReLU(inplace=True)``, ``x.add_(1)``). The
+        module gets differentiable aliases, unless its first forward has shown that it writes none.
         """
         state.in_spec = self.inputs_spec = spec
         # In an evaluation there is no graph, though parameters that are sent on require grad.
@@ -233,10 +232,7 @@ class Stage:
         return output
 
     def _leaves_all_to_w(self, state: MicrobatchState) -> bool:
-        """True if no gradient is sent back, as on the first stage.
-
-        W then runs the full backward, which costs less than two halves, and I does nothing.
-        """
+        """True if no gradient is sent back: W then runs the full backward, which costs less."""
         return self.defers_weights and not state.leaves and not state.in_sequence
 
     def _forward_deferring(

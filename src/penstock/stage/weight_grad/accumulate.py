@@ -163,8 +163,8 @@ def _hand_over(ready: list[tuple[Any, Tensor]]) -> None:
 class _FirstGrads(torch.autograd.Function):
     """A node whose inputs are parameters and whose backward returns their gradients.
 
-    A first gradient that nothing else references becomes ``.grad`` itself. Gradients given to
-    ``torch.autograd.backward`` are referenced by the caller, and it would copy them.
+    A gradient that nothing else references becomes ``.grad`` itself. ``torch.autograd.backward``
+    would copy gradients, which its caller references.
     """
 
     @staticmethod

@@ -63,10 +63,9 @@ __all__ = ["HANDLERS", "DeferredGrads", "compiled_parts", "find_undeferred"]
 Func: TypeAlias = Callable[..., Any]
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
+# Runs one call of an operation in the active mode.
 Handler: TypeAlias = "Callable[[DeferredGrads, Func, Args, Kwargs], Any]"
-"""Runs one call of an operation in the active mode."""
-
-# The handlers of operations; None for those that are irrelevant to gradients.
+# By operation; None if it is irrelevant to gradients.
 HANDLERS: dict[Any, Handler | None] = {}
 
 
@@ -373,8 +372,7 @@ def substitute(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) 
 def compiled_parts(module: nn.Module) -> list[CompiledCall]:
     """The compiled parts of a module, which run outside of ``DeferredGrads``.
 
-    The compiler would trace the mode, and break its graphs at deferred operations. Functions
-    compiled on their own are not found, and are traced.
+    The compiler would trace the mode. Functions compiled on their own are not found.
     """
 
     def run(compiled: Func, args: Args, kwargs: Kwargs) -> Any:

@@ -251,12 +251,9 @@ ATTRIBUTES = (
     *("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim", "is_cuda"),
     *("is_sparse", "is_nested", "is_quantized", "is_meta", "grad", "output_nr", "_version"),
 )
+METHODS = ("size", "dim", "stride", "numel", "is_contiguous", "is_floating_point", "is_complex")
 # The engine itself sets hooks, while it holds the lock of a tensor's place in the graph.
 SETTERS = ("grad", "requires_grad", "_backward_hooks")
-METHODS = (
-    *("size", "dim", "stride", "numel", "is_contiguous", "is_floating_point", "is_complex"),
-    "data_ptr",
-)
 
 
 def _register(handler: Handler | None, *funcs: Func) -> None:
@@ -271,7 +268,7 @@ def _everywhere(*names: str) -> list[Func]:
 
 _register(None, *(getattr(Tensor, name).__get__ for name in ATTRIBUTES))
 _register(None, *(getattr(Tensor, name).__set__ for name in SETTERS))
-_register(None, *(getattr(Tensor, name) for name in METHODS), aten.sym_size.int)
+_register(None, *(getattr(Tensor, n) for n in METHODS), Tensor.data_ptr, aten.sym_size.int)
 _register(linear, F.linear, aten.linear.default)
 _register(product, *_everywhere("matmul", "mm", "bmm", "addmm", "baddbmm"), Tensor.__matmul__)
 _register(conv, *CONVS)
