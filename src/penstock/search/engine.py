@@ -348,9 +348,7 @@ def _share_used(state: SearchState, part: Budget) -> Callable[[float], float]:
     limit_s = max(part.left_s, 1e-9)
 
     def share_used(done: float) -> float:
-        if state.is_late(times=2):
-            return 1.0
-        used = 1 - part.left_s / limit_s
+        used = 1.0 if state.is_late(times=2) else 1 - part.left_s / limit_s
         if used < max(_RATED, _AHEAD * done):
             return 0.0
         state.cut_short = True
@@ -367,19 +365,15 @@ def _entrants(state: SearchState) -> list[tuple[SearchProblem, Order]]:
     """
     entrants: dict[Order, SearchProblem] = {}
     entered: Counter[str] = Counter()
-    plain = state.ranked()
-    rivals = {
-        problem.placement: problem for problem in state.problems if state.may_improve(problem)
-    }
-    for found in plain:
+    rivals = {each.placement: each for each in state.problems if state.may_improve(each)}
+    ranked = state.ranked()
+    for found in ranked:
         problem, method = rivals.get(found.program.placement), found.method.partition(":")[0]
-        if found.value > plain[0].value * _START_NEAR_BEST:
-            break
-        if problem is not None and entered[method] < _OF_A_METHOD:
+        near = found.value <= ranked[0].value * _START_NEAR_BEST
+        if problem is not None and near and entered[method] < _OF_A_METHOD:
             order = problem.order(found.program)
-            if order not in entrants:
-                entered[method] += 1
-                entrants[order] = problem
+            entered[method] += order not in entrants
+            entrants.setdefault(order, problem)
     return [(problem, order) for order, problem in entrants.items()]
 
 
@@ -448,11 +442,11 @@ def overlapped(problem: SearchProblem, program: Program) -> Program | None:
     lengths = problem.costs.per_stage("overlap", num_stages=size)
     durations = {op: problem.costs.of(op, num_stages=size) for op in (Op.FORWARD, *INPUT_GRADS)}
 
-    def gains(backward: Step, forward: Step) -> bool:
-        if not (isinstance(backward, Action) and isinstance(forward, Action)):
+    def gains(*steps: Step) -> bool:
+        ops = [step.op for step in steps if isinstance(step, Action)]
+        if len(ops) < 2 or ops[0] not in INPUT_GRADS or ops[1] is not Op.FORWARD:
             return False
-        if backward.op not in INPUT_GRADS or forward.op is not Op.FORWARD:
-            return False
+        backward, forward = (part for step in steps for part in step.parts)
         apart = durations[forward.op][forward.stage] + durations[backward.op][backward.stage]
         return lengths[forward.stage] < apart
 

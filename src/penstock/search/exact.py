@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import reduce
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.search.problem import Order, SearchProblem, TimedOrder
 
@@ -35,20 +34,16 @@ _WORKERS = 2
 _FINE = 20_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExactAnswer:
-    """The result of CP-SAT.
+class ExactAnswer(NamedTuple):
+    """The result of CP-SAT."""
 
-    Args:
-        order: an order no worse than the start; None if CP-SAT found none in time.
-        bound: a lower bound on the objective; 0 if the search excluded some programs.
-        proven: True if CP-SAT ended with a proof.
-        cut_short: True if the wall-clock limit ended the search.
-    """
-
+    # An order no worse than the start; None if CP-SAT found none in time.
     order: Order | None
+    # A lower bound on the objective; 0 if the search excluded some programs.
     bound: float
+    # True if CP-SAT ended with a proof.
     proven: bool
+    # True if the wall-clock limit ended the search.
     cut_short: bool
 
 
@@ -100,7 +95,7 @@ def improve(
     peaks = problem.peaks(problem.program(found.order, name="exact"))
     played = problem.replay(found.order)
     better = max(peaks) <= problem.most and played and played.value <= start.value
-    return found if better else replace(found, order=None)
+    return found if better else found._replace(order=None)
 
 
 class _Model:

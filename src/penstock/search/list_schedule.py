@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import heappop, heappush
 from math import ceil, inf
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.schedule.families.periodic import PeriodicPattern, PeriodicSlots
 from penstock.schedule.list_schedule import ListScheduler
@@ -44,27 +44,21 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PatternParams:
-    """The parameters of a pattern, a few numbers for any number of ranks.
+class PatternParams(NamedTuple):
+    """The parameters of a pattern, a few numbers for any number of ranks."""
 
-    Args:
-        forward_stretch: the delay after each forward, as a fraction of its time; at least -1.
-        backward_stretch: likewise after each input gradient.
-        weight_delay: the delay of weight gradients, in periods.
-        weight_slope: the additional delay on the last rank compared with the first, in periods.
-        packed: if True, actions must not overlap within the period; if False, they may.
-        width: the number of microbatches that stages may hold, as a multiple of the pattern's; None
-            for the memory limit alone.
-        patience: the time that a rank idles for a more urgent action, in mean actions.
-    """
-
+    # The delay after each forward and input gradient, as a fraction of its time; at least -1.
     forward_stretch: float = 0.0
     backward_stretch: float = 0.0
+    # The delay of weight gradients in periods, and how much longer it is on the last rank.
     weight_delay: float = 0.0
     weight_slope: float = 0.0
+    # If True, actions must not overlap within the period.
     packed: bool = True
+    # The number of microbatches that stages may hold, as a multiple of the pattern's; None for the
+    # memory limit alone.
     width: float | None = 1.0
+    # The time that a rank idles for a more urgent action, in mean actions.
     patience: float = 0.0
 
 
@@ -175,7 +169,7 @@ class PatternSearch:
         if draw((True, False, False)):
             return PatternParams(**{name: draw(values) for name, values in _CHOICES.items()})
         name = draw(list(_CHOICES))
-        return replace(draw(self.best)[1], **{name: draw(_CHOICES[name])})
+        return draw(self.best)[1]._replace(**{name: draw(_CHOICES[name])})
 
 
 def schedule_by_priority(
@@ -200,6 +194,7 @@ def schedule_by_priority(
         durations=problem.durations,
         totals=[problem.num_microbatches] * problem.num_kinds,
     )
+    windows = windows or [problem.num_microbatches] * problem.placement.num_stages
     scheduler.run(_ByPriority(scheduler, problem, priorities, windows, patience))
     assert all(len(done) == problem.num_microbatches for done in scheduler.ends), "it finishes"
     return TimedOrder(
@@ -221,14 +216,13 @@ class _ByPriority:
         scheduler: ListScheduler,
         problem: SearchProblem,
         priorities: Sequence[Sequence[float]],
-        windows: Sequence[int] | None,
+        windows: Sequence[int],
         patience: float,
     ) -> None:
         self.ends, self.ready = scheduler.ends, scheduler.ready
-        self.priorities, self.patience = priorities, patience
+        self.priorities, self.windows, self.patience = priorities, windows, patience
         self.users = [[user for user, _ in users] for users in problem.users]
         self.num_stages, self.ranks = problem.placement.num_stages, problem.ranks
-        self.windows = windows or [problem.num_microbatches] * self.num_stages
         self.limit, self.changes = problem.most, problem.changes
         ranks = range(problem.placement.num_ranks)
         self.stages = [problem.placement.stages_of(rank) for rank in ranks]
@@ -304,11 +298,10 @@ class _ByPriority:
             # The first microbatch that still needs this stage and those after it: all before it
             # can be finished, and what they hold comes free; those from it on hold the stages
             # that they have passed. Up to the chosen stage this forward adds nothing to that.
-            if not ahead:
-                if done < first and rest + held - done * passed > limit:
-                    return False
-                if not done:
-                    break
+            if not ahead and done < first and rest + held - done * passed > limit:
+                return False
+            if not ahead and not done:
+                break
             ahead = ahead and stage != chosen
             held += done * changes[stage]
             passed += changes[stage]

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
@@ -42,8 +42,7 @@ Edges: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
 _NO_LIMIT = 1e120
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedOrder:
+class TimedOrder(NamedTuple):
     """An order, its objective, and for each kind the end of each microbatch."""
 
     order: Order
@@ -250,11 +249,7 @@ def problems_of(
     objective: Objective,
     placements: Sequence[Placement] | None,
 ) -> list[SearchProblem]:
-    """The search problem of each placement, feasible or not; arguments as for ``search``.
-
-    Raises:
-        ScheduleError: arguments are invalid or contradict each other.
-    """
+    """The search problem of each placement, feasible or not; arguments and errors of ``search``."""
     stages = {} if virtual is None else {"virtual": virtual}
     refuse_sizes("search", ranks=ranks, microbatches=microbatches, **stages)
     if objective not in get_args(Objective):

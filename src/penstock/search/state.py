@@ -1,8 +1,8 @@
 """The state of a search: programs and bounds found so far, and the budget.
 
-Work is counted in actions, so that a search makes the same choices on any machine: a limit in
-seconds becomes a number of actions to place, at the rate of a slow machine. The clock ends a search
-only on a machine below that rate; the result is then marked as not reproducible.
+So that a search makes the same choices on any machine, its limit in seconds becomes a number of
+actions to place, at the rate of a slow machine. The clock ends a search only below that rate; the
+result is then marked as not reproducible.
 """
 
 from __future__ import annotations
@@ -35,14 +35,8 @@ _CLOSING_S = 4e-6
 class Budget:
     """The work and the time of a search, or of a part of it.
 
-    Args:
-        limit_s: the time limit in seconds, from now on.
-        work_s: the seconds that determine the work; None for ``limit_s``.
-
-    Attributes:
-        work_s: as given.
-        actions: the number of actions to place.
-        solver_s: the deterministic seconds of CP-SAT.
+    ``limit_s`` is the time from now on; ``work_s`` (None for the same) determines the work: the
+    number of actions to place, and ``solver_s``, deterministic seconds of CP-SAT.
     """
 
     def __init__(self, limit_s: float, work_s: float | None = None) -> None:

@@ -43,8 +43,7 @@ _Stored: TypeAlias = float | tuple[float, ...] | PerEdge
 _PER_EDGE = ("latency", "bandwidth")
 _SWITCHES = ("transfers_overlap", "one_message_at_a_time")
 _POSITIVE = ("bandwidth", "offload_bandwidth")
-# The costs of a rank's whole part of the model that its stages share; and those of them that are
-# shared only if activations are sized: counted activations are those of a stage.
+# The costs that the stages of a rank share; the second only if activations are sized.
 _SHARED = ("forward", "input_grad", "weight_grad", "overlap", "recompute", "offload", "reload")
 _SHARED_BYTES = ("activation_bytes", "weight_grad_bytes", "recompute_bytes")
 # The costs that make up the compute time of an op; others take none.
@@ -162,11 +161,7 @@ class Costs:
         )
 
     def latency_between(self, stage: int, to_stage: int, *, num_stages: int) -> float:
-        """The latency of a message from a stage to a neighbour on another rank.
-
-        Raises:
-            ScheduleError: latencies for another number of stages, or of stages that do not exist.
-        """
+        """The latency of a message from a stage to a neighbour on another rank."""
         return self._between("latency", stage, to_stage, num_stages, others=0.0)
 
     def transfer(self, stage: int, to_stage: int, *, num_stages: int) -> float:
@@ -227,8 +222,8 @@ class Costs:
                 if placement.neighbour(edge[0], +1) != edge[1]:
                     raise _wrong(
                         field.name,
-                        f": the edge {edge} leads from the last stage of "
-                        "one copy of the model to the first of the next; nothing is sent there",
+                        f": the edge {edge} leads from the last stage of one copy of the model to "
+                        "the first of the next; nothing is sent there",
                     )
 
     def _fitting(self, name: str, num_stages: int) -> _Stored:
@@ -237,8 +232,7 @@ class Costs:
             raise _wrong(
                 name,
                 f" has {number_of(len(value), 'number')}, but the program has "
-                f"{number_of(num_stages, 'stage')}; give one number for all stages, or one per "
-                "stage",
+                f"{number_of(num_stages, 'stage')}; give one number for all stages, or one each",
             )
         if isinstance(value, PerEdge) and value.costs and value.costs[-1][0][1] >= num_stages:
             edge = value.costs[-1][0]
@@ -277,16 +271,10 @@ def costs_divisor(program: Program) -> float:
 def per_stage_costs(costs: Costs, share: float) -> Costs:
     """The costs of one of several equal stages, from the costs of a rank's whole part of the model.
 
-    Args:
-        costs: one number each; costs of messages are kept.
-        share: the divisor (``costs_divisor``).
+    ``share`` is the divisor (``costs_divisor``); costs of messages are kept.
 
     Raises:
         ScheduleError: a cost that is given per stage.
-
-    Example:
-        >>> per_stage_costs(Costs(forward=3, latency=1), 2).forward
-        1.5
     """
     names = _SHARED if costs.activation_bytes is None else _SHARED + _SHARED_BYTES
     shared = {name: cost for name in names if (cost := getattr(costs, name)) is not None}
@@ -308,11 +296,7 @@ def _normal(name: str, given: object) -> _Stored:
         given = dict(given.costs)
     if isinstance(given, Mapping):
         if name not in _PER_EDGE:
-            raise _wrong(
-                name,
-                f": only {' and '.join(_PER_EDGE)} take edges; give one number for all stages, or "
-                "a sequence of one per stage",
-            )
+            raise _wrong(name, ": only latency and bandwidth take edges; give one number per stage")
         return _per_edge(name, given)
     if isinstance(given, Collection) and not isinstance(given, (str, bytes, Set)):
         # An array without dimensions is a number.
@@ -349,11 +333,7 @@ def _number(name: str, given: object) -> float:
         shown = number if math.isinf(number) else given
         raise _wrong(name, f": {shown!r} is not a finite number ≥ 0")
     if number and not _LEAST <= number <= _MOST:
-        raise _wrong(
-            name,
-            f": {number:g} is out of range; give 0, or {_LEAST:g} to {_MOST:g}, in another unit "
-            "if need be",
-        )
+        raise _wrong(name, f": {number:g} is out of range; give 0, or {_LEAST:g} to {_MOST:g}")
     return number
 
 

@@ -9,7 +9,7 @@ from the recorded times, so measured and simulated steps are treated alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.placement import Placement
@@ -30,6 +30,7 @@ __all__ = ["StepCauses", "causes_of", "producers", "needed_by"]
 _RECEIVES = frozenset(RECEIVE_FOR.values())
 # A rank starts these actions without waiting for their end.
 _NON_BLOCKING = _RECEIVES | HOST_TRANSFERS
+_BLOCKING = frozenset(Op) - _NON_BLOCKING
 _SENDING = {Op.FORWARD: +1, Op.INPUT_GRAD: -1, Op.FULL_BACKWARD: -1}
 # A tolerance for sums of the same costs in another order.
 _CLOSE = 1e-9
@@ -109,7 +110,8 @@ class StepCauses:
         spans = self._steps[rank][index]
         if span in spans[1:]:
             return spans[spans.index(span) - 1]
-        return next((s[-1] for s in self._earlier(rank, index) if s[0].action.op in COMPUTE), None)
+        before = self._before(rank, index, COMPUTE)
+        return None if before < 0 else self._steps[rank][before][-1]
 
     def critical_path(self) -> tuple[Span, ...]:
         """The computations on the critical path to the last end, by start."""
@@ -143,9 +145,9 @@ class StepCauses:
             return None
         if first.action.op in HOST_TRANSFERS:
             # The copy before it in the same direction may have occupied the channel.
-            copies = (s[0] for s in self._earlier(rank, index) if s[0].action.op is first.action.op)
-            ahead = next(copies, None)
-            if ahead and ahead.end >= first.start - _CLOSE * max(1.0, first.start):
+            copy = self._before(rank, index, (first.action.op,))
+            ahead = self._steps[rank][copy][0]
+            if copy >= 0 and ahead.end >= first.start - _CLOSE * max(1.0, first.start):
                 return ahead.action
         parts = [span.action for span in spans]
         needed = [
@@ -173,14 +175,10 @@ class StepCauses:
             needed.append(action(act.stage, Op.RELOAD, act.microbatch))
         return [each for each in needed if each in self._places]
 
-    def _earlier(self, rank: int, index: int) -> Iterator[tuple[Span, ...]]:
-        """The steps of a rank before one, the last one first."""
-        return (self._steps[rank][each] for each in reversed(range(index)))
-
-    def _before(self, rank: int, index: int) -> int:
-        """The index of the previous step that a rank waits for; -1 if there is none."""
+    def _before(self, rank: int, index: int, ops: Container[Op] = _BLOCKING) -> int:
+        """The index of the last step before one with an op of ``ops``; -1 if there is none."""
         steps = self._steps[rank]
-        earlier = (i for i in reversed(range(index)) if steps[i][0].action.op not in _NON_BLOCKING)
+        earlier = (i for i in reversed(range(index)) if steps[i][0].action.op in ops)
         return next(earlier, -1)
 
     def _free(self, rank: int, index: int) -> float:

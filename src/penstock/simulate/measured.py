@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from penstock.schedule.action import Action, Op
 from penstock.schedule.program import Program
@@ -57,31 +58,18 @@ def costs_of(trace: Trace, num_stages: int) -> Costs:
         if not times[Op.INPUT_GRAD, stage]:
             input_grad[stage], times[Op.WEIGHT_GRAD, stage] = whole, []
     # An op that no stage runs is left out.
-    others = {
+    others: dict[str, Any] = {
         op.name.lower(): typical(op)
         for op in (Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD)
         if any(times[op, stage] for stage in range(num_stages))
     }
-    return Costs(
-        forward=typical(Op.FORWARD),
-        input_grad=input_grad,
-        weight_grad=typical(Op.WEIGHT_GRAD),
-        recompute=others.get("recompute"),
-        offload=others.get("offload"),
-        reload=others.get("reload"),
-    )
+    forward, weight_grad = typical(Op.FORWARD), typical(Op.WEIGHT_GRAD)
+    return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, **others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One action in two traces; times count from the first computation of each trace.
-
-    Args:
-        rank: its rank.
-        action: the action.
-        measured: its span in the first trace.
-        simulated: its span in the second.
-    """
+    """One action's spans in two traces, with times from the first computation of each trace."""
 
     rank: int
     action: Action

@@ -9,7 +9,7 @@ from itertools import compress
 from operator import sub
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action, Op, Overlap
+from penstock.schedule.action import Action, Op
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rules import COMPUTE, INPUT_GRADS
 from penstock.simulate.bounds import LowerBounds, lower_bounds
@@ -29,14 +29,11 @@ def simulate(
 ) -> Simulation:
     """Simulate a program: each step starts as soon as its rank is free and its inputs are there.
 
-    Results arrive on other ranks after ``costs.latency``, and later if the costs give a bandwidth,
-    whether the program spells out its sends and receives or not. A send takes no compute time
-    unless ``costs.transfers_overlap`` is False. A posted receive blocks only the action that uses
-    its message. An overlapped pair starts when both actions are ready, and yields both results at
-    its end.
+    A posted receive blocks only the action that uses its message. An overlapped pair starts when
+    both actions are ready, and yields both results at its end.
 
     Args:
-        program: compute-only or with transfers.
+        program: compute-only or with transfers, which take the same time.
         costs: the cost of each kind of action; by default 1 each, and no latency.
         jitter: the largest random increase of each computation's time, as a share of its cost;
             uniformly distributed.
@@ -170,7 +167,8 @@ class Simulation:
         The bounds hold for programs whose overlapped pairs consist of a forward and a backward.
         None for a program with other pairs if ``costs.overlap`` is given.
         """
-        if self.costs.overlap is not None and not all(map(_is_pair, self.program.overlapped_pairs)):
+        pairs = () if self.costs.overlap is None else self.program.overlapped_pairs
+        if any(sorted(a.op is Op.FORWARD for a in pair.parts) != [False, True] for pair in pairs):
             return None
         return lower_bounds(
             self.costs,
@@ -234,9 +232,3 @@ class Simulation:
 
 def _idle_share(busy: float, whole: float) -> float:
     return 1 - busy / whole if whole else 0.0
-
-
-def _is_pair(block: Overlap) -> bool:
-    """True if an overlapped pair consists of one forward and one backward."""
-    forwards = [part.op is Op.FORWARD for part in block.parts]
-    return sorted(forwards) == [False, True]
