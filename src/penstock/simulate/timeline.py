@@ -80,9 +80,8 @@ class _Timeline:
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program, self.costs = program, costs
-        self.indexed = index_program(program)
-        self.index, self.width = self.indexed, program.num_microbatches
-        self.ids = list(self.indexed.ids())
+        self.index, self.width = index_program(program), program.num_microbatches
+        self.ids = list(self.index.ids())
         self.rows_used = set(map(self.width.__rfloordiv__, self.ids))
         self.ops = {self.index.op_and_stage(row)[0] for row in self.rows_used}
         self.sends = not self.ops.isdisjoint(TRANSFERS)
@@ -102,7 +101,7 @@ class _Timeline:
         self.reloads: list[int] = []
         if not self.ops.isdisjoint(HOST_TRANSFERS):
             self._add_copies()
-        self.queues: list[list[int]] = self.indexed.queues
+        self.queues: list[list[int]] = self.index.queues
         if self.started:
             self._queue_started()
 
@@ -181,12 +180,12 @@ class _Timeline:
         """Queue each message and copy behind its action's step, or in its channel."""
         self.queues = []
         channels: dict[object, list[int]] = {}
-        for queue in self.indexed.queues:
+        for queue in self.index.queues:
             steps: list[int] = []
             self.queues.append(steps)
             for step in queue:
                 steps.append(step)
-                for part in self.indexed.parts(step):
+                for part in self.index.parts(step):
                     row, microbatch = divmod(part, self.width)
                     if row in self.started:
                         message, channel = self.started[row]
@@ -223,7 +222,7 @@ class _Timeline:
             overlaps = overlaps and [c * (1 + jitter * draw()) for c in self._per_id(overlaps)]
         replay = DependencyReplay(
             self.queues,
-            self.indexed.overlapped,
+            self.index.overlapped,
             num_ids=len(self.needs) * self.width,
             width=width,
             needs=needs,
@@ -268,7 +267,7 @@ class _Timeline:
                 aside.update(zip(self.queues[number], times, strict=True))
             for rank in range(num_ranks):
                 shown: list[tuple[float, float]] = []
-                parts = chain.from_iterable(map(self.indexed.parts, self.queues[rank]))
+                parts = chain.from_iterable(map(self.index.parts, self.queues[rank]))
                 for part, start, end in zip(parts, starts[rank], ends[rank], strict=True):
                     row, microbatch = divmod(part, self.width)
                     if row in self.received:
