@@ -57,12 +57,7 @@ def refuse_infeasible(problems: Sequence[SearchProblem], allowed: Sequence[str])
 
 
 def reduce_memory(state: SearchState, allowed: Sequence[str]) -> None:
-    """Add feasible programs by reducing the memory of ranks that exceed the limit.
-
-    Args:
-        state: the search state; receives the new programs.
-        allowed: ``"recompute"``, ``"offload"``, or both.
-    """
+    """Add feasible programs by reducing the memory of ranks that exceed the limit."""
     for problem in state.problems:
         bases = {_one_by_one(problem): "one by one"}
         for each in state.ranked(problem.placement, feasible=False)[:_TRIED]:

@@ -65,27 +65,25 @@ class Costs:
     Args:
         forward: a forward F.
         input_grad: an input-gradient backward I.
-        weight_grad: a weight-gradient backward W. A full backward B takes ``input_grad`` and
-            ``weight_grad`` together.
-        latency: from the end of an action to the arrival of its result on another rank; per
-            sending stage, or per edge: ``{(1, 2): 5.0}`` is 5 between the neighbouring stages 1
-            and 2, both ways, and 0 between others. It takes no compute time.
+        weight_grad: a weight-gradient backward W. A full backward B takes I's and W's time.
+        latency: from the end of an action to the arrival of its result on another rank, beside the
+            compute; per sending stage, or per edge: ``{(1, 2): 5.0}`` is 5 between the neighbouring
+            stages 1 and 2, both ways, and 0 between others.
         overlap: an overlapped pair of a forward and a backward, by the stage of its first action;
             None for the sum of both times.
         recompute: a second forward, ahead of the backward; None for the cost of ``forward``.
         offload: the copy of an activation to the host, beside the compute; None for
             ``activation_bytes`` ÷ ``offload_bandwidth``, or for no time if either is missing.
         reload: the copy back to the device; None as for ``offload``.
-        message_bytes: the size of a stage's message to the next stage, per microbatch; the gradient
-            sent back has the same size. The last stage's value is ignored.
+        message_bytes: the size of a stage's message to the next stage, per microbatch, and of the
+            gradient sent back. The last stage's value is ignored.
         bandwidth: bytes per unit of time between two ranks, per sending stage or per edge like
             ``latency`` (other edges have no limit). A message takes its bytes ÷ bandwidth, then the
             latency. None for the latency alone.
-        activation_bytes: held by a stage for a microbatch from the start of F to the end of I;
-            None to count activations instead of bytes, 1 each.
+        activation_bytes: held by a stage for a microbatch from the start of F to the end of I, or
+            of B; None to count activations instead of bytes, 1 each.
         weight_grad_bytes: held from the end of I to the end of W, less or more than
-            ``activation_bytes``; None for the same. A full backward holds ``activation_bytes`` to
-            its end.
+            ``activation_bytes``; None for the same.
         recompute_bytes: held from F to the recomputation, if a stage is recomputed.
         offload_bandwidth: bytes per unit of time between a rank and its host, each way.
         transfers_overlap: if True, a rank computes while its messages travel; if False, it idles
@@ -102,10 +100,8 @@ class Costs:
             edge, or an edge for a cost that does not concern messages.
 
     Example:
-        >>> Costs(forward=[1, 2]).of(Op.FORWARD, num_stages=2)
-        (1.0, 2.0)
-        >>> Costs(input_grad=1, weight_grad=0.5).of(Op.FULL_BACKWARD, num_stages=3)
-        (1.5, 1.5, 1.5)
+        >>> Costs(input_grad=[1, 2], weight_grad=0.5).of(Op.FULL_BACKWARD, num_stages=2)
+        (1.5, 2.5)
         >>> slow = Costs(latency={(1, 2): 5})
         >>> [slow.latency_between(*edge, num_stages=3) for edge in ((0, 1), (1, 2), (2, 1))]
         [0.0, 5.0, 5.0]
