@@ -68,6 +68,6 @@ def steady_forward(rank: int, num_ranks: int) -> tuple[list[str], list[str]]:
 def test_a_middle_ranks_forward_crosses_few_files_and_objects() -> None:
     _, middle, _ = run_ranks(steady_forward, 3)
     files, objects = middle.result()
-    assert {"/runtime/stage_runner.py", "/runtime/comm/gloo.py", "/stage/stage.py"} <= {*files}
+    assert {"/runtime/stage_runner.py", "/runtime/comm/c10d.py", "/stage/stage.py"} <= {*files}
     assert len(files) <= 8, files
     assert len(objects) <= 7, objects
