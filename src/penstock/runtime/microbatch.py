@@ -99,12 +99,9 @@ def split_tree(
 ) -> list[Any]:
     """Split every tensor of a pytree; the first chunks have a row more if rows do not divide.
 
-    Args:
-        tree: tensors and plain values in any containers (see the table above).
-        chunks: the number of chunks.
-        spec: a ``TensorChunkSpec`` for all leaves, a tree of them that is a prefix of ``tree``, or
-            None for dimension 0. A leaf whose spec is None is given to every chunk.
-        seen: filled with the numbers of rows of the split tensors, each with the first shape.
+    ``spec`` is a ``TensorChunkSpec`` for all leaves, a tree of them that is a prefix of ``tree``,
+    or None for dimension 0; a leaf whose spec is None is given to every chunk. ``seen`` is filled
+    with the numbers of rows of the split tensors, each with the first shape.
     """
     leaves, treedef = flatten(tree, _is_packed)
     specs = _leaf_specs(tree, len(leaves), spec)
@@ -191,10 +188,7 @@ def _part_of_mask(mask: Any, rows: Tensor) -> Any:
 
 
 def check_rows(counts: Mapping[int, torch.Size], chunks: int) -> None:
-    """Check that tensors with different numbers of rows are cut at the same places.
-
-    Such numbers divide evenly. ``counts`` is ``seen`` of ``split_tree``.
-    """
+    """Check that ``seen`` of ``split_tree`` has numbers of rows that are cut at the same places."""
     if len(counts) > 1 and any(rows % chunks for rows in counts):
         rows, other = sorted(counts, reverse=True)[:2]
         raise ValueError(

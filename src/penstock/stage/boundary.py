@@ -40,11 +40,10 @@ __all__ = ["BoundarySpec", "TensorMeta", "describe", "sharing_memory", "static_s
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMeta:
-    """The shape, dtype and memory format of a tensor that crosses a boundary.
+    """The shape, dtype and memory format of a tensor, or local part, that crosses a boundary.
 
-    Of a DTensor, they are those of its local part. ``order`` has the dimensions by descending
-    stride, if that is another order (channels last, transposed). ``requires_grad`` says whether the
-    gradient is sent back.
+    ``order`` has the dimensions by descending stride, if that is another order (channels last,
+    transposed). ``requires_grad`` says whether the gradient is sent back.
     """
 
     shape: torch.Size

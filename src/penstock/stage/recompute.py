@@ -39,9 +39,7 @@ class Findings:
 class RecomputeContext:
     """The state before one forward; ``restored`` once, around its repetition.
 
-    Attributes:
-        written_inputs: by id, for each input that the forward wrote into, a copy of its value
-            before, and the input itself to keep the id valid.
+    ``written_inputs`` has, by id, a copy of each input that the forward wrote into, and the input.
     """
 
     def __init__(

@@ -385,8 +385,7 @@ def compiled_parts(module: nn.Module) -> list[CompiledCall]:
 def find_undeferred(outputs: Iterable[object], parameters: Iterable[Parameter]) -> list[Parameter]:
     """The parameters that autograd accumulates into in I, past the deferral.
 
-    If other uses of such a parameter were deferred, its hooks would run twice: leave these to
-    autograd altogether, by ``DeferredGrads(undeferred)``. Call it after the first forward alone.
+    Deferring other uses of them would run their hooks twice. Call it after the first forward alone.
     """
     tensors = (out for out in outputs if isinstance(out, Tensor) and out.requires_grad)
     stack: list[Node] = [get_gradient_edge(out).node for out in tensors]

@@ -76,10 +76,7 @@ def cast_by_autocast(x: Tensor) -> Tensor:
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """A strided stack of matrices as one matrix; any other tensor unchanged.
-
-    With a weight that requires no grad, torch would multiply it in batches, with other rounding.
-    """
+    """A strided stack as one matrix, as if the weight required grad: the rounding differs."""
     return x.reshape(-1, x.shape[-1]) if x.dim() > 2 and not x.is_contiguous() else x
 
 
