@@ -22,7 +22,7 @@ from penstock.schedule.action import Op
 from penstock.schedule.passes import offload, recompute
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import parse_csv
-from penstock.stage.offload import CopyStreams
+from penstock.stage.offload import ActivationOffload, CopyStreams
 from tests.agreement import ROUNDING, Twins
 from tests.models import convnet, features, gpt, images, mlp, token_loss, tokens
 from tests.programs import computed_programs
@@ -193,9 +193,19 @@ def test_a_copy_that_is_not_waited_for_is_found(monkeypatch: pytest.MonkeyPatch)
     program = build("po-f", ranks=2, microbatches=4)
     recorder, _ = train(program, monkeypatch)
     assert sum(count > 0 for count in recorder.ran.values()) > 2, "nothing was copied beside"
-    for broken in ("wait_on_device", "_release"):
+    reload = ActivationOffload.reload
+
+    def reload_without_events(self: ActivationOffload) -> None:
+        reload(self)
+        for storage in self._storages.values():
+            storage.copied = None
+
+    for owner, name, broken in (
+        (ActivationOffload, "reload", reload_without_events),
+        (CopyStreams, "_release", lambda self: None),
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(CopyStreams, broken, lambda self, *_: None)
+            patch.setattr(owner, name, broken)
             with pytest.raises(StageError, match=r"waits for nothing"):
                 train(program, patch)
 
