@@ -178,6 +178,13 @@ class _Model:
                     parts += (stage, by_input, before), (by_input, by_weight, after)
             if limit >= problem.num_microbatches * sum(size for *_, size in parts):
                 continue
+            if len(parts) == 1:
+                # A forward starts after the weight gradient that frees its place: a tighter model.
+                first, last, size = parts[0]
+                places = int(limit / size + 1e-9)
+                for two, one in zip(self.starts[first][places:], self.starts[last], strict=False):
+                    self.cp.add(two >= one + self.lengths[last])
+                continue
             unit = _unit([size for *_, size in parts], limit)
             held: list[Any] = []
             demands: list[int] = []
