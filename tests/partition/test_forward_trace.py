@@ -159,3 +159,29 @@ def test_code_behind_the_last_module_may_look_at_values() -> None:
     """The last stage alone runs it, to which all that is looked at is carried."""
     split_by_module(Behind(), [2, 2], (batch(),))
     trains_alike(Behind())
+
+
+class BatchFirst(nn.Module):
+    """A layer that transposes its result in place, as torch does with ``batch_first``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.GRU(DIM, DIM, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)[0]
+        return {"loss": x.square().mean()}
+
+
+def test_results_that_are_transposed_in_place_cross_as_they_are() -> None:
+    model = BatchFirst()
+    plain = copy.deepcopy(model)
+    x = torch.randn(4, 3, DIM, generator=torch.Generator().manual_seed(0))
+    split = split_by_module(model, ["layers.1"], (x[:2],))
+    assert [call.output.metas[0].shape for call in split.plan.trace.calls] == [(2, 3, DIM)] * 2
+    pipe = Pipeline(model, split=["layers.1"], example=(x[:2],), ranks=2, n_microbatches=2)
+    pipe.step(x)
+    plain_step(plain, own_loss, x, n_microbatches=2)
+    assert_same(snapshot(pipe), snapshot(plain), tolerance=ROUNDING)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -280,7 +280,9 @@ class Stage:
         """Input gradients of a microbatch; ``weight_grad`` computes its weight gradients."""
         deferred = state.work
         if deferred is not None:  # recorded by the forward
-            with deferred, holding_back(deferred.mixed) as held:
+            # Few models have mixed parameters.
+            around = holding_back(deferred.mixed) if deferred.mixed else nullcontext(())
+            with deferred, around as held:
                 self._run_backward(state, grads)
             deferred.add_computed(held)
             state.work = deferred.accumulate

@@ -322,6 +322,8 @@ def with_values(leaf: Any, device: torch.device) -> Any:
 
 def on_meta(tensor: Tensor) -> Tensor:
     """A tensor of the same shape, strides and dtype on the meta device."""
+    if type(tensor) is PlaceholderTensor:
+        tensor = tensor.body  # an in-place transpose, as of recurrent layers, changes it alone
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 

@@ -75,19 +75,24 @@ def accumulate(records: list[Record]) -> None:
     The records, in the order of the forward, are emptied from the end, so that the tensors of each
     are freed as they are used.
     """
-    uses: Counter[int] = Counter()
+    used = [weight for record in records for weight in record[1]]
+    uses = Counter(map(id, used))
     through_graph: set[int] = set()
-    for record in records:
-        for weight in record[1]:
-            uses[id(weight)] += 1
-            if type(weight) is Expression:
-                through_graph |= {id(weight), *weight.leaves}
+    for weight in used:
+        if type(weight) is Expression:
+            through_graph |= {id(weight), *weight.leaves}
+    summed = through_graph | {key for key, count in uses.items() if count > 1}
+    del used
     sums: dict[int, Tensor] = {}
     ready: list[tuple[Any, Tensor]] = []
     roots: list[tuple[Weight, Tensor]] = []
     num_numbers = 0
     while records:
         weights, parts = _contribution(records.pop())
+        if summed.isdisjoint(map(id, weights)):  # as are nearly all
+            ready += zip(weights, parts, strict=False)
+            num_numbers += parts[0].numel() if parts else 0  # a bias is never larger
+            weights = ()
         for index, weight in enumerate(weights):
             key = id(weight)
             uses[key] -= 1
