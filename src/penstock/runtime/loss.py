@@ -50,7 +50,7 @@ class LossHead:
             )
         state.roots = (get_gradient_edge(loss),)
         # Scales the loss instead of the gradients, in the loss's dtype, as (loss / n).backward().
-        state.received_grads = (torch.ones_like(loss) / self._divisor,)
+        state.received_grads = (torch.full_like(loss, 1 / self._divisor),)
 
 
 def needs_target(loss_fn: LossFn | None) -> bool:

@@ -271,7 +271,8 @@ class Stage:
         """Full backward of a microbatch, from a gradient, or None, for each of its roots."""
         if state.work is None:
             self._run_backward(state, grads)
-            self._built_work()()
+            if self.dw_builder is not None:
+                self._built_work()()
         else:  # the forward has deferred weight gradients
             self.input_grad(state, grads)
             self.weight_grad(state)

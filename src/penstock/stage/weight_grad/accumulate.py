@@ -84,14 +84,17 @@ def accumulate(records: list[Record]) -> None:
     summed = through_graph | {key for key, count in uses.items() if count > 1}
     del used
     sums: dict[int, Tensor] = {}
-    ready: list[tuple[Any, Tensor]] = []
+    parameters: list[Any] = []
+    totals: list[Tensor] = []
     roots: list[tuple[Weight, Tensor]] = []
     num_numbers = 0
     while records:
         weights, parts = _contribution(records.pop())
         if summed.isdisjoint(map(id, weights)):  # as are nearly all
-            ready += zip(weights, parts, strict=False)
-            num_numbers += parts[0].numel() if parts else 0  # a bias is never larger
+            if parts:
+                parameters += weights
+                totals += parts
+                num_numbers += parts[0].numel()  # a bias is never larger
             weights = ()
         for index, weight in enumerate(weights):
             key = id(weight)
@@ -106,14 +109,15 @@ def accumulate(records: list[Record]) -> None:
             elif key in through_graph:
                 roots.append((weight, total))
             else:
-                ready.append((weight, total))
+                parameters.append(weight)
+                totals.append(total)
                 num_numbers += total.numel()
             del total
         del parts
         if num_numbers > _BATCH_NUMBERS:
-            _hand_over(ready)
+            _hand_over(parameters, totals)
             num_numbers = 0
-    _hand_over(ready)
+    _hand_over(parameters, totals)
     # One backward pass from expressions to their parameters, and these themselves.
     pairs: list[tuple[Any, Tensor]] = [
         (weight.edge if isinstance(weight, Expression) else weight, total)
@@ -151,18 +155,21 @@ def _added(total: Tensor, part: Tensor, weight: Weight) -> Tensor:
     return total.to(weight.dtype) + part.to(weight.dtype)
 
 
-def _hand_over(ready: list[tuple[Any, Tensor]]) -> None:
-    """Accumulate gradients into their parameters; the list is emptied."""
-    parameters = [param for param, _ in ready if param.requires_grad]  # others: frozen since F
-    totals = [total for param, total in ready if param.requires_grad]
-    ready.clear()
-    if any(param.grad is None for param in parameters):
-        with torch.enable_grad():
-            root = _FirstGrads.apply(totals, *parameters)  # type: ignore[no-untyped-call]
-        torch.autograd.backward((root,), (root.detach(),))
+def _hand_over(parameters: list[Any], totals: list[Tensor]) -> None:
+    """Accumulate into parameters, and empty both lists."""
+    if any(param.grad is None or not param.requires_grad for param in parameters):
+        live = [i for i, p in enumerate(parameters) if p.requires_grad]  # others: frozen since F
+        parameters[:] = [parameters[i] for i in live]
+        totals[:] = [totals[i] for i in live]
+        if live:
+            with torch.enable_grad():
+                root = _FirstGrads.apply(totals, *parameters)  # type: ignore[no-untyped-call]
+            torch.autograd.backward((root,), (root.detach(),))
     elif parameters:
         backward = run_backward if parameters[0].is_cpu else torch.autograd.backward
         backward(parameters, totals)
+    parameters.clear()
+    totals.clear()
 
 
 class _FirstGrads(torch.autograd.Function):

@@ -359,11 +359,15 @@ def substitute(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) 
         return func(*args, **kwargs)
 
     def swap(value: Any) -> Any:
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind(map(swap, value))
+        if kind is dict:
+            return {name: swap(item) for name, item in value.items()}
         weight = deferred.weight(value)
         return value if weight is None else deferred.proxy(weight, value)
 
-    swapped, named = cast(Any, optree.tree_map(swap, cast(Any, (args, kwargs))))
-    return func(*swapped, **named)
+    return func(*swap(args), **swap(kwargs))
 
 
 # --- what can't be deferred ----------------------------------------------------------------------
