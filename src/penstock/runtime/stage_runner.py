@@ -194,7 +194,8 @@ class StageRunner:
         # step's spec; with metadata for every message it is posted after it.
         spec = state.out_spec if self._dynamic_shapes else following.specs[shape_id]
         assert spec is not None
-        return list(compress(spec.grad_metas, state.grads_present))
+        present = state.grads_present
+        return spec.grad_metas if all(present) else list(compress(spec.grad_metas, present))
 
     def _wait_input(self, state: MicrobatchState, arrived: int) -> None:
         tensors = state.received()
