@@ -76,7 +76,7 @@ def accumulate(records: list[Record]) -> None:
     are freed as they are used.
     """
     used = [weight for record in records for weight in record[1]]
-    uses = Counter(map(id, used))
+    uses = Counter(map(id, used)) if len(set(map(id, used))) < len(used) else {}
     through_graph: set[int] = set()
     for weight in used:
         if type(weight) is Expression:
@@ -90,7 +90,7 @@ def accumulate(records: list[Record]) -> None:
     num_numbers = 0
     while records:
         weights, parts = _contribution(records.pop())
-        if summed.isdisjoint(map(id, weights)):  # as are nearly all
+        if not summed or summed.isdisjoint(map(id, weights)):  # as are nearly all
             if parts:
                 parameters += weights
                 totals += parts
@@ -98,7 +98,7 @@ def accumulate(records: list[Record]) -> None:
             weights = ()
         for index, weight in enumerate(weights):
             key = id(weight)
-            uses[key] -= 1
+            uses[key] = uses.get(key, 1) - 1
             total = sums.pop(key, None)
             if parts:
                 total = parts[index] if total is None else _added(total, parts[index], weight)
