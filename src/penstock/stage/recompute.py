@@ -26,7 +26,7 @@ _Place: TypeAlias = tuple[nn.Module, str]
 
 @dataclass(slots=True)
 class Findings:
-    """What the first forward of a module has shown; dropped when another takes its place."""
+    """Findings of a module's first forward; dropped when another module takes its place."""
 
     module: nn.Module
     writes: bool | None = None  # whether it may write into received leaves

@@ -185,7 +185,7 @@ class Stage:
         return spec.arguments(tensors, self.mesh_of)
 
     def findings(self) -> Findings:
-        """What the first forward of its present module has shown."""
+        """The findings of its present module's first forward."""
         if self._findings.module is not self.submod:
             self._findings = Findings(self.submod)
         return self._findings

@@ -108,7 +108,7 @@ class C10dTransport(Transport):
         timeout_s: the limit on any wait.
     """
 
-    # Whether torch itself may wait anywhere, so that the watchdog also reads between waits.
+    # True if torch itself may wait anywhere; the watchdog then also reads between waits.
     always_watched = False
     # Limits on the bytes and the number of sends in flight to one peer before the host waits; two
     # sends are always allowed. A checked program is deadlock-free even if sends block.
