@@ -159,6 +159,57 @@ def test_a_frozen_module_in_a_reentrant_checkpoint_is_refused_where_its_result_c
     trains_alike(model, split=[1, 3])
 
 
+class OwnGraph(torch.autograd.Function):
+    """Calls a module in a graph of its own, as reentrant checkpoints do in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = block(ctx.x)
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        torch.autograd.backward(ctx.y, grad)
+        return None, ctx.x.grad
+
+
+class CallsInOwnGraph(NetBase):
+    """One block is called within an autograd function that makes a graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for i, block in enumerate(self.blocks):
+            x = OwnGraph.apply(block, x) if i == 1 else block(x)
+        return self.head(x)
+
+
+def test_a_module_in_an_autograd_functions_own_graph_is_refused_where_its_result_crosses() -> None:
+    told = r"blocks\.1 is called within an autograd function.*its gradient would be lost"
+    with pytest.raises(NotByModule, match=told):
+        split_by_module(CallsInOwnGraph(), [2, 2], (X[:2],))
+
+
+class Renormalizing(nn.Module):
+    """Embeddings of one weight, which each call renormalizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Embedding(8, 4, max_norm=1.0) for _ in range(2))
+        self.layers[1].weight = self.layers[0].weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.layers[0](ids) + self.layers[1](ids.flip(-1))
+        return out
+
+
+def test_a_shared_parameter_that_the_forward_writes_is_refused_over_several_stages() -> None:
+    told = "changes its weight in each call: it would not be in the order of one process"
+    with pytest.raises(NotByModule, match=told):
+        split_by_module(Renormalizing(), ["layers.1"], (torch.arange(8).view(2, 4),))
+
+
 class InPairs(NetBase):
     """Two blocks in each checkpoint."""
 
