@@ -205,7 +205,9 @@ class Renormalizing(nn.Module):
 
 
 def test_a_shared_parameter_that_the_forward_writes_is_refused_over_several_stages() -> None:
-    told = "changes its weight in each call: it would not be in the order of one process"
+    told = (
+        r"weight is one tensor in several modules, in the stages \[0, 1\], and changes in each call"
+    )
     with pytest.raises(NotByModule, match=told):
         split_by_module(Renormalizing(), ["layers.1"], (torch.arange(8).view(2, 4),))
 

@@ -273,29 +273,13 @@ CHANGING = [Changing, TakesChanging, Changing, TakesChanging]
 
 
 @PLACES
-def test_everything_changes_between_microbatches(schedule: str, ranks: int) -> None:
-    both = Twins(
-        [layer() for layer in CHANGING],
-        F.mse_loss,
-        schedule=schedule,
-        ranks=ranks,
-        n_microbatches=4,
-        dynamic_shapes=True,
-    )
-    for step, sizes in enumerate([(1, 2, 3, 4), (6, 6, 5, 1), (2, 2, 2, 2), (7, 3, 8, 1)]):
-        both.step(**ready(sizes, step))
-
-
-@PLACES
-def test_values_that_depend_on_input_shapes_may_change(schedule: str, ranks: int) -> None:
-    """Microbatches of several shapes need no dynamic_shapes: their shapes tell them apart."""
-    both = Twins(
-        [layer() for layer in CHANGING],
-        F.mse_loss,
-        schedule=schedule,
-        ranks=ranks,
-        n_microbatches=4,
-    )
+@pytest.mark.parametrize("options", [{"dynamic_shapes": True}, {}], ids=["dynamic", "static"])
+def test_shapes_and_values_change_between_microbatches(
+    schedule: str, ranks: int, options: dict[str, Any]
+) -> None:
+    """Without dynamic_shapes too, if values depend on input shapes: these tell them apart."""
+    layers = [layer() for layer in CHANGING]
+    both = Twins(layers, F.mse_loss, schedule=schedule, ranks=ranks, n_microbatches=4, **options)
     for step, sizes in enumerate([(1, 2, 3, 4), (6, 6, 5, 1), (2, 2, 2, 2), (7, 3, 8, 1)]):
         both.step(**ready(sizes, step))
 

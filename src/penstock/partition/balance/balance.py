@@ -213,7 +213,7 @@ def balance(
 
 
 def balanced(costs: BlockTimes, config: BalanceConfig, slack: float = 0.0) -> Balance:
-    """The best split under these config; see ``balance``."""
+    """The best split under this configuration; see ``balance``."""
     blocks = _blocks_of(costs)
     chain = _chain_of(blocks, config)
     if config.shares_ranks:

@@ -221,11 +221,15 @@ def _refuse_shared_state(placed: _Placement) -> None:
         holders = {each for owner in names for each in (owner, *prefixes(owner))}
         at = {stage for call, stage in calls if call.leaf in holders}
         if len(at) > 1:
+            where = f"in the stages {sorted(at)}"
+            what = f"{names[0]} is one module within several, {where}, and changes its {last} in"
+            if owner not in shared:
+                what = (
+                    f"{shared[name][0]} is one tensor in several modules, {where}, and changes in"
+                )
             raise NotByModule(
-                f"{names[0]} is one module within several, in the stages {sorted(at)}, and "
-                f"changes its {last} in each call: it would not be in the order of one process; "
-                "give each its own, freeze it (eval()), or cut so that all its calls lie in one "
-                "stage"
+                f"{what} each call: it would not be in the order of one process; give each its "
+                "own, freeze it (eval()), or cut so that all its calls lie in one stage"
             )
 
 
