@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Action, Op, Overlap, Step, action
@@ -257,24 +257,25 @@ def _index_rank(
     steps: tuple[Step, ...], rows: _Rows, overlapped: list[tuple[int, ...]]
 ) -> list[int] | None:
     """The ids of a rank's steps, of which pairs go to ``overlapped``; None if one is invalid."""
-    acts = [step for step in steps if isinstance(step, Action)]
-    paired = len(acts) < len(steps)
-    if paired:
-        acts = [act for step in steps for act in step.parts]
+    paired = Overlap in set(map(type, steps))
+    parts = chain.from_iterable(step.parts for step in steps)
     numbers: list[int] = []
-    for act in acts:
-        first, valid = rows[act.op].get(act.stage, (0, ()))
-        microbatch = act.microbatch
-        if microbatch not in valid:
-            return None
-        numbers.append(first + (microbatch or 0))
+    try:
+        for act in parts if paired else cast("tuple[Action, ...]", steps):
+            first, valid = rows[act.op][act.stage]
+            microbatch = act.microbatch
+            if microbatch not in valid:
+                return None
+            numbers.append(first + (microbatch or 0))
+    except KeyError:  # No stage of this rank.
+        return None
     if not paired:
         return numbers
     queue, following = [], iter(numbers)
     for step in steps:
         if isinstance(step, Action):
             queue.append(next(following))
-        elif step.parts and COMPUTE.issuperset(act.op for act in step.parts):
+        elif step.parts and COMPUTE.issuperset([act.op for act in step.parts]):
             queue.append(~len(overlapped))
             overlapped.append(tuple(islice(following, len(step.parts))))
         else:

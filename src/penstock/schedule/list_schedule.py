@@ -76,13 +76,14 @@ def actions_of(
         ['0F0', '0F1', '0I0', '0W0', '0I1']
     """
     ops = (Op.FORWARD, Op.FULL_BACKWARD) if full else KIND_OPS
+    shared = list(range(microbatches))  # An integer each, for all actions.
     ranks = []
     for kinds in orders:
         rows: dict[int, Iterator[Action]] = {}
         for kind in set(kinds):
             number, stage = divmod(kind, placement.num_stages)
             passing = placement.passing(stage, microbatches) if number < len(ops) else ()
-            rows[kind] = iter([action(stage, ops[number], microbatch) for microbatch in passing])
+            rows[kind] = iter([action(stage, ops[number], shared[each]) for each in passing])
         ranks.append(tuple(act for kind in kinds if (act := next(rows[kind], None)) is not None))
     return tuple(ranks)
 

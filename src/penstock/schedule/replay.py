@@ -37,13 +37,17 @@ def replay_of(
     extra = {number: (other,) for number, other in program.required_chunks().items()}
     for number, others in (more or {}).items():
         extra[number] = (*extra.get(number, ()), *others)
+    fulfilled, width = program.fulfilled(), program.num_microbatches
+    # The ids in reach of those that occur: most programs have no use for most ids.
+    last = max(program.ids(), default=0) // width
+    reach = (max(0, *required[row], *fulfilled[row]) // width + row for row in range(last + 1))
     return DependencyReplay(
         program.queues,
         program.overlapped,
-        num_ids=program.size,
-        width=program.num_microbatches,
+        num_ids=(1 + max(reach)) * width,
+        width=width,
         needs=[tuple((offset, 0.0) for offset in row) for row in required],
-        fulfilled=program.fulfilled(),
+        fulfilled=fulfilled,
         more=extra,
         durations=durations,
     )
@@ -137,8 +141,8 @@ class DependencyReplay:
                     while done[missing] < 0.0 and missing not in self._inner(parts):
                         positions[number] = place
                         yield missing
-                    if done[missing] >= 0.0:
-                        start = max(start, done[missing] + delay)
+                    if done[missing] >= 0.0 and done[missing] + delay > start:
+                        start = done[missing] + delay
                 free = self._play_pair(number, parts, start)
                 continue
             needs, duration, fulfilled = rows[step // width]
@@ -150,10 +154,8 @@ class DependencyReplay:
                     positions[number] = place
                     yield step + offset
                     arrival = done[step + offset]
-                if delay:
-                    arrival += delay
-                if arrival > start:
-                    start = arrival
+                if timed and arrival + delay > start:
+                    start = arrival + delay
             if timed:
                 free = start + duration
                 starts.append(start)

@@ -98,20 +98,22 @@ def _just_ahead(computed: IndexedProgram) -> list[list[int]]:
             if step < 0 or computes[step // width]:
                 ahead = place
         messages.update({(rank, target): channel for target, channel in outgoing.items()})
-    posted: list[dict[int, list[int]]] = [defaultdict(list) for _ in computed.queues]
+    # By rank its receives; without a container per place, for the garbage collector's sake.
+    arriving: list[list[int]] = [[] for _ in computed.queues]
     for (_, target), channel in messages.items():
         # No receive is posted later than receives of messages sent after it.
         earliest = post_at[channel[-1]]
         for receive in reversed(channel):
             earliest = post_at[receive] = min(earliest, post_at[receive])
-        for receive in channel:
-            posted[target][post_at[receive]].append(receive)
+        arriving[target] += channel
     queues = []
-    for queue, before in zip(computed.queues, posted, strict=True):
+    for queue, receives_here in zip(computed.queues, arriving, strict=True):
         merged: list[int] = []
+        # From the last to the first, to be popped; those of one place in order of their channels.
+        unposted = sorted(receives_here, key=post_at.__getitem__)[::-1]
         for place, step in enumerate(queue):
-            if place in before:
-                merged += before[place]
+            while unposted and post_at[unposted[-1]] == place:
+                merged.append(unposted.pop())
             merged.append(step)
             for part in (step,) if step >= 0 else computed.parts(step):
                 if (send := sends[part // width]) is not None:
