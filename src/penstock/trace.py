@@ -49,7 +49,7 @@ class Trace:
     overlapped_pairs: tuple[Overlap, ...] = ()
 
     def compute(self, rank: int) -> tuple[Span, ...]:
-        """The spans on ``rank`` that compute (F, B, I, W), by start."""
+        """The spans on ``rank`` that compute, by start."""
         return tuple(s for s in self.spans if s.rank == rank and s.action.op in COMPUTE)
 
     def pair_of(self) -> dict[Action, Overlap]:

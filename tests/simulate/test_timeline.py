@@ -153,7 +153,7 @@ def test_recomputation_holds_little_and_takes_a_second_forward() -> None:
     program = one_rank("F0 F1 RECOMPUTE0 B0 RECOMPUTE1 B1", 2)
     result = simulate(program, Costs(activation_bytes=8, recompute_bytes=1, recompute=0.5))
     assert result.makespan == 7
-    assert result.memory == (((0, 0), (0, 1), (1, 2), (2, 9), (4.5, 8), (7, 0)),)
+    assert result.memory == (((0, 0), (0, 8), (1, 9), (2, 9), (4.5, 8), (7, 0)),)
     assert simulate(program).makespan == 8
 
 

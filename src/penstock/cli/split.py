@@ -160,7 +160,7 @@ def _peak_in_flight(program: Program) -> list[int]:
     nothing = (0.0,) * placement.num_stages
     for stage in range(placement.num_stages):
         one = tuple(float(each == stage) for each in range(placement.num_stages))
-        memory = StageMemory(activation=one, weight_grad=one, recompute=nothing, running=one)
+        memory = StageMemory(activation=one, weight_grad=one, recompute=nothing)
         index = placement.model_stage(stage)
         found[index] = max(found[index], int(max(peaks(program, memory))))
     return found

@@ -133,7 +133,7 @@ class StageRunner:
         """Bind ``action`` to its handler, behind the wait for its message if it has one."""
         op, mb = action.op, action.microbatch
         if mb is None:
-            return [BoundAction(action, partial(StageRunner._replicate, self, _OF_REPLICAS[op]))]
+            return [BoundAction(action, partial(StageRunner._run_replicas, self, _WHOLE_STAGE[op]))]
         handler, state, arrived = _HANDLERS[op], self._states[mb], self._acknowledged.get(action, 0)
         bound: list[BoundAction] = []
         if op is Op.FORWARD:
@@ -372,13 +372,13 @@ class StageRunner:
                 self._prev.states[state.microbatch].received_grads = state.grads_to_send
             state.grads_to_send = None
 
-    def _replicate(self, act: Callable[[Replicas], None]) -> None:
+    def _run_replicas(self, act: Callable[[Replicas], None]) -> None:
         if self.replicas is not None:
             with self._transport.waiting_for_replicas():
                 act(self.replicas)
 
 
-_OF_REPLICAS: dict[Op, Callable[[Replicas], None]] = {
+_WHOLE_STAGE: dict[Op, Callable[[Replicas], None]] = {
     Op.UNSHARD: lambda replicas: replicas.unshard(),
     Op.RESHARD: lambda replicas: replicas.reshard(),
     Op.REDUCE_GRAD: lambda replicas: replicas.reduce_grads(),

@@ -4,10 +4,10 @@
     ├──────────────┼──────────────────┤
     activation     weight_grad        nothing
 
-A full backward holds the activation to its end. Of a recomputed activation only ``recompute_bytes``
-are held from F on, and the whole again from RECOMPUTE on. An offloaded activation is on the host
-from the end of its copy to the start of the copy back. Parameters, gradients, optimizer state and
-the buffers of boundaries are held throughout. A rank holds the sum over its stages.
+A full backward holds the activation to its end. A recomputed activation is held while F runs; then
+``recompute_bytes`` of it are held until RECOMPUTE. An offloaded activation is on the host from the
+end of its copy to the start of the copy back. Parameters, gradients, optimizer state and boundary
+buffers are held throughout. A rank holds the sum over its stages.
 
 The peaks of a program follow from the order of its steps alone, and the curve over time from
 simulated times.
@@ -46,8 +46,7 @@ class StageMemory:
     Args:
         activation: held from the start of F to the end of I, or of a full backward.
         weight_grad: held from the end of I to the end of W.
-        recompute: held from F to RECOMPUTE, if the activation is recomputed.
-        running: held while the F of a recomputed activation runs.
+        recompute: held from the end of F to RECOMPUTE, if the activation is recomputed.
         resident: held throughout: parameters, gradients, optimizer state, boundary buffers; empty
             for none.
     """
@@ -55,7 +54,6 @@ class StageMemory:
     activation: tuple[float, ...]
     weight_grad: tuple[float, ...]
     recompute: tuple[float, ...]
-    running: tuple[float, ...]
     resident: tuple[float, ...] = ()
 
     @classmethod
@@ -69,13 +67,13 @@ class StageMemory:
         """
         activation, weight_grad = costs.held(num_stages=num_stages)
         kept = costs.per_stage("recompute_bytes", num_stages=num_stages)
-        return cls(activation=activation, weight_grad=weight_grad, recompute=kept, running=kept)
+        return cls(activation=activation, weight_grad=weight_grad, recompute=kept)
 
     @classmethod
     def counting(cls, num_stages: int) -> StageMemory:
         """The memory in activations, each of size 1."""
         one, none = (1.0,) * num_stages, (0.0,) * num_stages
-        return cls(activation=one, weight_grad=one, recompute=none, running=one)
+        return cls(activation=one, weight_grad=one, recompute=none)
 
     def change(self, op: Op, stage: int) -> float:
         """The change of a rank's memory: an increase at an action's start, a decrease at its end.
@@ -114,8 +112,7 @@ class StageMemory:
             if part.op is Op.FORWARD and not backward:
                 taken, freed = taken + change, freed + change
             elif part.op is Op.FORWARD and (stage, part.microbatch) in recomputed:
-                taken += self.running[stage]
-                freed += self.running[stage] - self.recompute[stage]
+                taken, freed = taken + change, freed + change - self.recompute[stage]
             elif part.op in _TAKING:
                 taken += change
             else:

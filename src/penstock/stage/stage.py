@@ -150,12 +150,12 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """True for the stage that takes the model's inputs."""
+        """True for stage 0, which takes the model's inputs (the first copy's)."""
         return self.stage_index == 0
 
     @property
     def is_last(self) -> bool:
-        """True for the stage that computes the loss."""
+        """True for the last stage, which computes the loss (of the last copy)."""
         return self.stage_index == self.num_stages - 1
 
     # --- forward -----------------------------------------------------------------------------
