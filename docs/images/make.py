@@ -142,7 +142,7 @@ def playground(browser: Browser) -> None:
     with page_of(browser, width=1380, height=820) as page:
         show(page, found[0])
         page.get_by_label("schedule", exact=True).select_option("zbv")
-        for name, value in (("ranks", 6), ("microbatches", 9), ("latency", 0.15), ("memory", 10)):
+        for name, value in (("ranks", 6), ("microbatches", 9), ("latency", 0.15), ("memory", 8)):
             page.evaluate(
                 "([name, value]) => { Bokeh.documents[0].get_model_by_name(name).value = value }",
                 [name, value],

@@ -56,6 +56,39 @@ def test_a_registered_schedule_is_one_of_the_command(
     assert (trace.name, len(trace.spans)) == (mine, 2 * 2 * 3)
 
 
+def test_an_option_named_like_a_cost_is_the_users_own(penstock: Command) -> None:
+    given: list[tuple[bool, float, str]] = []
+
+    @library.schedule("with-costs")
+    def with_costs(
+        *,
+        ranks: int,
+        microbatches: int,
+        recompute: bool = True,
+        forward: float = 7,
+        latency: str = "x",
+    ) -> Program:
+        given.append((recompute, forward, latency))
+        return library.build("gpipe", ranks=ranks, microbatches=microbatches)
+
+    try:
+        for command in ("simulate", "compare"):
+            assert penstock(command, "with-costs", "--forward", "2", "--latency", "1").code == 0
+        set_by_hand = ("-O", "recompute=false", "-O", "forward=3")
+        assert penstock("simulate", "with-costs", *set_by_hand, "--forward", "2").code == 0
+    finally:
+        registry.remove("with-costs")
+    assert given == [(True, 7, "x"), (True, 7, "x"), (False, 3, "x")]
+    # Penstock's own schedules for given costs take the command's.
+    assert json.loads(penstock("simulate", "zb-1p", "--forward", "2", "--json").out)[
+        "makespan"
+    ] == (
+        library.simulate(
+            library.build("zb-1p", ranks=4, microbatches=8, forward=2.0), library.Costs(forward=2)
+        ).makespan
+    )
+
+
 def test_an_installed_package_s_schedule_is_one_of_the_command(tmp_path: Path) -> None:
     """Found by its metadata, as pip leaves it."""
     (tmp_path / "foo_plugin.py").write_text(PLUGIN)

@@ -103,3 +103,50 @@ def test_an_exceeded_memory_limit_is_shown() -> None:
     page.memory.value = 0
     settled(document)
     assert "over the limit" not in page.figures.text
+
+
+def test_one_model_is_compared_unless_stages_are() -> None:
+    """ZB-V has twice as many stages as 1F1B, each of half the time and half the memory."""
+    document = Document()
+    page = Playground(document)
+    page.schedule.value, page.compared.value, page.memory.value = "zbv", ["1f1b"], 4
+    settled(document)
+    peaks = page.timeline.plot.right[0].major_label_overrides
+    assert ">25.5<" in page.figures.text and ">4<" in page.figures.text
+    assert set(peaks.values()) == {"4"} and max(page.timeline.boxes.data["right"]) == 25.5
+    assert "The same model for all" in page.comparison.text
+    assert "#d64545" not in page.comparison.text
+    page.per.active = 1
+    settled(document)
+    peaks = page.timeline.plot.right[0].major_label_overrides
+    assert ">51<" in page.figures.text and "8 (over the limit)" in page.figures.text
+    assert set(peaks.values()) == {"8"} and max(page.timeline.boxes.data["right"]) == 51
+    assert "a rank with V stages does V times the work" in page.comparison.text
+    assert page.comparison.text.count("#d64545") == 1
+
+
+def test_sums_of_thirds_are_within_the_limit_that_they_add_up_to() -> None:
+    document = Document()
+    page = Playground(document)
+    page.schedule.value = "interleaved-1f1b"
+    page.virtual.value, page.memory.value = 3, 5
+    settled(document)
+    assert ">5<" in page.figures.text and "over the limit" not in page.figures.text
+
+
+def test_options_named_like_costs_are_the_users_own() -> None:
+    given = []
+
+    @penstock.schedule("with-costs")
+    def with_costs(*, ranks: int, microbatches: int, recompute: bool = True) -> Program:
+        given.append(recompute)
+        return penstock.build("gpipe", ranks=ranks, microbatches=microbatches)
+
+    try:
+        document = Document()
+        page = Playground(document)
+        page.schedule.value = "with-costs"
+        settled(document)
+    finally:
+        registry.remove("with-costs")
+    assert given and all(each is True for each in given)

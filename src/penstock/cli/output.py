@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from penstock.schedule.messages import number_of
+from penstock.simulate.memory import exceeds
 from penstock.simulate.simulation import Simulation
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ __all__ = [
 _PIPED_WIDTH = 140
 # The space between two columns of a table, in characters.
 _GAP = 3
-# Sums of fractions, such as thirds, may exceed a limit by this share.
-_ROUNDING = 1e-9
 
 
 def escape_unencodable() -> None:
@@ -120,17 +119,15 @@ def peaks_text(result: Simulation) -> str:
 
 def over_limit(peaks: Sequence[float], limit: float | None) -> str | None:
     """A line about the ranks that exceed a memory limit; None if no rank does."""
-    if limit is None:
-        return None
-    over = [str(rank) for rank, peak in enumerate(peaks) if peak > limit * (1 + _ROUNDING)]
-    if not over:
+    over = [str(rank) for rank, peak in enumerate(peaks) if exceeds(peak, limit)]
+    if limit is None or not over:
         return None
     ranks = "rank" if len(over) == 1 else "ranks"
     return f"over the memory limit of {number(limit)} on {ranks} {', '.join(over)}"
 
 
-def per_rank(values: tuple[float, ...]) -> str:
-    """Format one number per rank; those of many ranks as a range.
+def per_rank(values: tuple[float, ...], *, most: int = 80) -> str:
+    """Format one number per rank; those of many ranks, or longer than ``most``, as a range.
 
     Example:
         >>> per_rank((4, 3, 2, 1)), per_rank((8,) * 16), per_rank((7,) * 15 + (6,))
@@ -138,9 +135,10 @@ def per_rank(values: tuple[float, ...]) -> str:
     """
     if len(values) > 4 and len(set(values)) == 1:
         return f"{number(values[0])} on all"
-    if len(values) > 8:
+    text = ",".join(map(number, values))
+    if len(values) > 8 or len(text) > most:
         return f"{number(min(values))} to {number(max(values))}"
-    return ",".join(map(number, values))
+    return text
 
 
 def bytes_text(value: float) -> str:

@@ -32,7 +32,7 @@ from penstock.schedule.rules import COMPUTE
 from penstock.simulate.costs import Costs, costs_divisor, per_stage_costs
 from penstock.simulate.simulation import Simulation
 from penstock.trace import Trace
-from penstock.view.palette import sizes_text
+from penstock.view.palette import SAME_MODEL, SAME_STAGES, sizes_text
 
 __all__ = ["check", "compare", "schedules", "simulate"]
 
@@ -42,16 +42,18 @@ _SCHEDULES = (
     "with programs."
 )
 _PER = (
-    "Whether costs are those of a stage, or of a rank, divided equally among its stages: this "
-    "compares one model cut into more or fewer stages."
+    "Whether costs and --memory are those of a rank's part of the model, of which a stage of V per "
+    "rank takes and holds 1/V, or those of each stage."
 )
+# The longest peaks of all ranks in the table, in characters.
+_MOST = 16
 
 
 class Per(Enum):
     """The part of the model that costs are given for."""
 
-    STAGE = "stage"
     RANK = "rank"
+    STAGE = "stage"
 
 
 def schedules(
@@ -124,9 +126,9 @@ def compare(
     schedules: Annotated[list[str], argument(_SCHEDULES, metavar="SCHEDULE...")],
     *,
     settings: Settings,
-    per: Annotated[Per, option(_PER)] = Per.STAGE,
+    per: Annotated[Per, option(_PER)] = Per.RANK,
 ) -> None:
-    """Compare schedules: time, bubble and memory side by side.
+    """Compare schedules of one model: time, bubble and memory side by side.
 
     --virtual and --option go to the schedules that take them. Schedules over --memory are marked;
     a schedule that can't be built is listed with the reason.
@@ -144,7 +146,7 @@ def compare(
             failed[name] = error
             continue
         label = name if ":" in name else result.program.name
-        peaks = out.per_rank(tuple(peak / share for peak in result.peak_in_flight))
+        peaks = out.per_rank(tuple(peak / share for peak in result.peak_in_flight), most=_MOST)
         if fault is not None:
             peaks = f"[yellow]{peaks} over[/]"
             faults.append(f"{label}: {fault}")
@@ -156,6 +158,7 @@ def compare(
         )  # fmt: skip
     if not shown.row_count:
         raise next(iter(failed.values()))
+    out.console().print(SAME_MODEL if per is Per.RANK else SAME_STAGES, soft_wrap=True)
     out.print_table(shown)
     for name, refusal in failed.items():
         reason = " ".join(message_of(refusal).split()).replace(f"{name}: ", "", 1)
@@ -168,10 +171,10 @@ def _simulated(
     name: str, settings: Settings, costs: Costs, per: Per
 ) -> tuple[Simulation, float, str | None]:
     """The simulated step, the stages of a rank's part, and the ranks over the memory limit."""
-    program, share = load_program(name, settings, lenient=True), 1.0
-    if per is Per.RANK:
-        share = costs_divisor(program)
-        costs = per_stage_costs(costs, share)
+    per_rank = per is Per.RANK
+    program = load_program(name, settings, lenient=True, per_rank=per_rank)
+    share = costs_divisor(program) if per_rank else 1.0
+    costs = per_stage_costs(costs, share)
     result = settings.simulate(program, costs)
     # Bytes are already per stage; counted activations are the smaller ones of a stage.
     unit = share if costs.activation_bytes is None else 1

@@ -249,22 +249,24 @@ def is_file(source: str) -> bool:
     return False
 
 
-def load_program(source: str, settings: Settings, *, lenient: bool = False) -> Program:
+def load_program(source: str, settings: Settings, **how: bool) -> Program:
     """Load or build a program, and check it; the arguments are those of ``load``."""
-    found = load(source, settings, lenient=lenient)
+    found = load(source, settings, **how)
     if isinstance(found, Trace):
         raise ScheduleError(f"{source}: a trace, expected a schedule or a file with a program")
     return check(found)
 
 
-def load(source: str, settings: Settings, *, lenient: bool = False) -> Program | Trace:
+def load(
+    source: str, settings: Settings, *, lenient: bool = False, per_rank: bool = False
+) -> Program | Trace:
     """Load a program or a trace from a file, or build a schedule; does not check the program.
 
     With ``lenient``, options that this schedule does not take are dropped, as when comparing
-    several.
+    several. With ``per_rank``, costs are those of a rank's whole part of the model.
     """
     if not is_file(source):
-        return _build(source, settings, lenient)
+        return _build(source, settings, lenient, per_rank)
     if not lenient:
         settings.refuse_for(source)
     if Path(source).suffix.lower() != ".json":
@@ -280,7 +282,7 @@ def load(source: str, settings: Settings, *, lenient: bool = False) -> Program |
         raise ScheduleError(f"{source}: {error}") from error
 
 
-def _build(source: str, settings: Settings, lenient: bool) -> Program:
+def _build(source: str, settings: Settings, lenient: bool, per_rank: bool) -> Program:
     name, colon, own = source.partition(":")
     chosen, options, sizes = family(name), settings.options(), settings.sizes()
     if lenient:
@@ -289,7 +291,7 @@ def _build(source: str, settings: Settings, lenient: bool) -> Program:
     options |= parse_options(own.split(",")) if colon else {}
     sizes["virtual"] = options.pop("virtual", sizes["virtual"])
     refuse_options(chosen, options)
-    return build_for(settings.costs(), name, **sizes, **options)
+    return build_for(settings.costs(), name, per_rank=per_rank, **sizes, **options)
 
 
 def takes_virtual(chosen: Family, virtual: int | None) -> bool:

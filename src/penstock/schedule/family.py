@@ -51,6 +51,7 @@ class Family:
         source: the publication of the method.
         aliases: other names.
         options: the builder's further arguments: for each name, a line about it.
+        costs: the options whose values are costs of ``penstock.Costs``, filled in from them.
         any_option: True if options of any other name are accepted.
         rule: the supported ranks P and microbatches M, in words; empty for all.
         splits_sequences: True if its programs split sequences (``Program.num_splits``).
@@ -67,6 +68,7 @@ class Family:
     source: str
     aliases: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict, hash=False)
+    costs: tuple[str, ...] = ()
     any_option: bool = False
     rule: str = ""
     splits_sequences: bool = False

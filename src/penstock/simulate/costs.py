@@ -91,6 +91,7 @@ class Costs:
         one_message_at_a_time: if True, messages from one rank to another travel one after another;
             if False, each has the full bandwidth.
 
+    UNSHARD, RESHARD and REDUCE_GRAD cost nothing: what replicas gather and reduce is not simulated.
     A cost is one number for all stages, or a sequence with one number per stage. Costs are stored
     as floats, tuples of floats and ``PerEdge``, so that they are hashable and compare by value.
 
@@ -240,15 +241,19 @@ class Costs:
         return value
 
 
-def build_for(costs: Costs, name: str, /, **options: Any) -> Program:
+def build_for(costs: Costs, name: str, /, *, per_rank: bool = False, **options: Any) -> Program:
     """Call ``penstock.build`` with the costs that are options of the schedule.
+
+    With ``per_rank``, costs are those of a rank's whole part of the model (``per_stage_costs``).
 
     Example:
         >>> build_for(Costs(forward=2), "1f1b", ranks=2, microbatches=4).num_stages
         2
     """
-    known = {field.name for field in fields(Costs)}
-    wanted = {each: getattr(costs, each) for each in family(name).options if each in known}
+    chosen = family(name)
+    if per_rank and chosen.costs:
+        costs = per_stage_costs(costs, options.get("virtual") or chosen.default_virtual)
+    wanted = {each: getattr(costs, each) for each in chosen.costs}
     return build(name, **{**wanted, **options})
 
 
@@ -270,14 +275,17 @@ def per_stage_costs(costs: Costs, share: float) -> Costs:
     ``share`` is the divisor (``costs_divisor``); costs of messages are kept.
 
     Raises:
-        ScheduleError: a cost that is given per stage.
+        ScheduleError: a cost that is given per stage, unless ``share`` is 1.
     """
+    if share == 1:
+        return costs
     names = _SHARED if costs.activation_bytes is None else _SHARED + _SHARED_BYTES
     shared = {name: cost for name in names if (cost := getattr(costs, name)) is not None}
     for name, cost in shared.items():
         if not isinstance(cost, float):
             raise ScheduleError(
-                f"{name} is given per stage; costs of a rank's whole part are one number each"
+                f"{name} is given per stage; give one number for a rank's whole part, or compare "
+                "schedules per stage"
             )
     return replace(costs, **{name: cost / share for name, cost in shared.items()})
 

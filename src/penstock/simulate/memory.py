@@ -25,13 +25,21 @@ from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE
 from penstock.simulate.costs import Costs
 
-__all__ = ["Curve", "StageMemory", "held_bytes", "memory_curves", "peak_in_flight", "peaks"]
+__all__ = ["Curve", "StageMemory", "exceeds", "held_bytes", "memory_curves", "peak_in_flight"]
+__all__ += ["peaks"]
 
 Curve: TypeAlias = tuple[tuple[float, float], ...]
 """Points (time, amount): the amount held from each time until the next point."""
 
+# Sums of fractions, such as thirds, may exceed a limit by this share.
+_ROUNDING = 1e-9
 # The other actions free memory at their end.
 _TAKING = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.RELOAD})
+
+
+def exceeds(held: float, limit: float | None) -> bool:
+    """True if an amount is above a memory limit by more than rounding; None is no limit."""
+    return limit is not None and held > limit * (1 + _ROUNDING)
 
 
 def held_bytes(in_flight: float, *, activation: float, resident: float = 0.0) -> float:

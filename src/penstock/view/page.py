@@ -19,6 +19,7 @@ from penstock.schedule.action import Op
 from penstock.schedule.messages import numbers_of
 from penstock.schedule.rules import COMPUTE
 from penstock.simulate.measured import Difference, compare_traces
+from penstock.simulate.memory import exceeds
 from penstock.simulate.simulation import Simulation
 from penstock.trace import Trace
 from penstock.view import palette
@@ -213,7 +214,7 @@ def figures_of(
     figures = [(f"{name}{of}", " | ".join(values)) for name, values in texts.items()]
     if isinstance(first, Simulation):
         peak = max(first.peak_bytes)
-        over = " (over the limit)" if limit is not None and peak > limit else ""
+        over = " (over the limit)" if exceeds(peak, limit) else ""
         figures.append(("peak held", amount(peak) + over))
         if first.bounds is not None:
             figures.append(("makespan lower bound", amount(first.bounds.makespan)))

@@ -14,8 +14,8 @@ from penstock.schedule.program import Program
 from penstock.trace import Trace
 
 __all__ = [
-    "FONT", "FRAME", "LOOKS", "Look", "amount", "ink", "shade", "shades",
-    "sizes_text", "time_text",
+    "FONT", "FRAME", "LOOKS", "Look", "SAME_MODEL", "SAME_STAGES", "amount", "ink", "shade",
+    "shades", "sizes_text", "time_text",
 ]  # fmt: skip
 
 FRAME = "#1c2733"
@@ -23,6 +23,13 @@ FRAME = "#1c2733"
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 """The font of pages."""
+
+SAME_MODEL = (
+    "The same model for all: costs are those of a rank's part of it, so that a stage of V per rank "
+    "costs and holds 1/V."
+)
+SAME_STAGES = "The same costs for every stage: a rank with V stages does V times the work."
+"""Above a comparison of schedules, the meaning of its costs."""
 
 
 class Look(NamedTuple):

@@ -16,10 +16,11 @@ from penstock.errors import PenstockError
 from penstock.schedule.family import parse_options
 from penstock.schedule.registry import family, refuse_options, schedules
 from penstock.simulate.costs import Costs, build_for, costs_divisor, per_stage_costs
+from penstock.simulate.memory import exceeds
 from penstock.simulate.simulation import Simulation, simulate
 from penstock.view import page
 from penstock.view.layout import arrange
-from penstock.view.palette import amount, sizes_text
+from penstock.view.palette import SAME_MODEL, SAME_STAGES, amount, sizes_text
 from penstock.view.timeline import STRETCHED, Timeline, bk
 
 __all__ = ["Playground", "serve"]
@@ -40,7 +41,7 @@ class Playground:
         self.microbatches = _slider("microbatches", 8, 1, 128, 1)
         self.virtual = _slider("stages per rank", 1, 1, 8, 1)
         self.options = _choice(bk.TextInput, "options of the schedule", "", placeholder="none")
-        self.per = bk.RadioButtonGroup(labels=["per stage", "per rank"], active=0, name="per")
+        self.per = bk.RadioButtonGroup(labels=["per rank", "per stage"], active=0, name="per")
         self.forward = _slider("forward F", 1.0, 0.0, 5.0, 0.1)
         self.input_grad = _slider("input gradient I", 1.0, 0.0, 5.0, 0.1)
         self.weight_grad = _slider("weight gradient W", 1.0, 0.0, 5.0, 0.1)
@@ -116,7 +117,9 @@ class Playground:
             if each == name:
                 self._draw_step(name, outcomes[name], limit)
             yield
-        self.comparison.text = _comparison_html(outcomes, memory=limit, chosen=name)
+        title = SAME_STAGES if self.per.active else SAME_MODEL
+        table = _comparison_html(outcomes, memory=limit, chosen=name)
+        self.comparison.text = f'<div class="title">{title}</div>{table}'
 
     def _simulate(self, name: str) -> Simulation:
         """Simulate a schedule; only the drawn one gets the stages per rank and the options."""
@@ -125,14 +128,15 @@ class Playground:
             virtual = int(self.virtual.value)
             options = parse_options(filter(None, map(str.strip, self.options.value.split(","))))
         refuse_options(family(name), options)
+        # With a size, activations are shared among a rank's stages like times.
         costs = Costs(
-            forward=self.forward.value, input_grad=self.input_grad.value,
+            forward=self.forward.value, input_grad=self.input_grad.value, activation_bytes=1.0,
             weight_grad=self.weight_grad.value, latency=self.latency.value,
         )  # fmt: skip
+        per_rank = not self.per.active
         sizes = {"ranks": int(self.ranks.value), "microbatches": int(self.microbatches.value)}
-        program = build_for(costs, name, virtual=virtual, **sizes, **options)
-        # Costs per rank are for a rank's whole part of the model.
-        share = costs_divisor(program) if self.per.active == 1 else 1
+        program = build_for(costs, name, per_rank=per_rank, virtual=virtual, **sizes, **options)
+        share = costs_divisor(program) if per_rank else 1.0
         return simulate(program, per_stage_costs(costs, share))
 
     def _draw_step(self, name: str, outcome: Simulation | str, limit: float | None) -> None:
@@ -172,7 +176,7 @@ def _comparison_html(
         if isinstance(outcome, str):
             rows += f'<td colspan="5">{escape(outcome.removeprefix(f"{name}: "))}</td></tr>'
             continue
-        colour = "#d64545" if memory is not None and peaks[name] > memory else "#d9a441"
+        colour = "#d64545" if exceeds(peaks[name], memory) else "#d9a441"
         cells = (
             str(outcome.program.num_stages // outcome.program.num_ranks),
             amount(outcome.makespan),

@@ -43,6 +43,7 @@ def _family(
         virtuals=virtuals,
         summary=(getdoc(builder) or "").partition("\n")[0].rstrip("."),
         source=f"arXiv:{source}",
+        costs=tuple(option for option in more.get("options", ()) if option in _COSTS),
         # The docstring of a builder's module has timelines, formulas and sources.
         doc=getdoc(modules[builder.__module__]) or "",
         **more,
