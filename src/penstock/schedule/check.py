@@ -14,6 +14,10 @@ Proven of a checked program:
 - gradients are reduced after the last weight gradient, once, for all stages or for none.
 
 So every received value is used, and can be freed, exactly once.
+
+Collectives are outside of this proof: those of UNSHARD and REDUCE_GRAD with a stage's replicas, and
+those within a stage. They end if all replicas run the same program and order their own collectives
+alike, which nothing here checks.
 """
 
 from __future__ import annotations

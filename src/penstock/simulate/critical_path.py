@@ -32,7 +32,7 @@ _RECEIVES = frozenset(RECEIVE_FOR.values())
 _NON_BLOCKING = _RECEIVES | HOST_TRANSFERS
 _BLOCKING = frozenset(Op) - _NON_BLOCKING
 _SENDING = {Op.FORWARD: +1, Op.INPUT_GRAD: -1, Op.FULL_BACKWARD: -1}
-# A tolerance for sums of the same costs in another order.
+# The relative tolerance of sums of the same costs in another order.
 _CLOSE = 1e-9
 # The longest pause between two actions of a busy rank, as a share of a measured step.
 _PAUSE = 0.002
@@ -141,13 +141,13 @@ class StepCauses:
         first = spans[0]
         # A receive is posted at once; only its message takes time.
         begun = first.end if first.action.op in _RECEIVES else first.start
-        if begun <= self._free(rank, index) + max(self._pause, _CLOSE * max(1.0, abs(begun))):
+        if begun <= self._free(rank, index) + max(self._pause, _CLOSE * abs(begun)):
             return None
         if first.action.op in HOST_TRANSFERS:
             # The copy before it in the same direction may have occupied the channel.
             copy = self._before(rank, index, (first.action.op,))
             ahead = self._steps[rank][copy][0]
-            if copy >= 0 and ahead.end >= first.start - _CLOSE * max(1.0, first.start):
+            if copy >= 0 and ahead.end >= first.start * (1 - _CLOSE):
                 return ahead.action
         parts = [span.action for span in spans]
         needed = [

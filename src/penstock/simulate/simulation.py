@@ -30,7 +30,8 @@ def simulate(
     """Simulate a program: each step starts as soon as its rank is free and its inputs are there.
 
     A posted receive blocks only the action that uses its message. An overlapped pair starts when
-    both actions are ready, and yields both results at its end.
+    both actions are ready, and yields both results at its end. Collectives are not simulated:
+    UNSHARD, RESHARD and REDUCE_GRAD take no time and wait for no replica.
 
     Args:
         program: compute-only or with transfers, which take the same time.
