@@ -5,6 +5,7 @@ All were seen on torch 2.11, 2.13, 2.14 and 2.15 (``SEEN`` of ``tests/test_torch
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -547,8 +548,9 @@ def autocast_state(device: torch.device) -> tuple[Any, ...]:
     return tuple((k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k))
 
 
-_TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parent)
+# The folders of torch and Penstock, with a separator at the end: torchvision's is none of torch's.
+TORCH_FILES = f"{Path(torch.__file__).parent}{os.sep}"
+OUR_FILES = f"{Path(__file__).parent}{os.sep}"
 _READ_GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _HOOKING = {Tensor.register_hook: "registers a hook on a tensor"}
 _DIFFERENTIATING = {
@@ -581,7 +583,8 @@ class HookWatch(TorchFunctionMode):
             helps = frame.f_code.co_filename == torch.autograd.graph.__file__
             while frame.f_code.co_filename == torch.autograd.graph.__file__:
                 frame = frame.f_back
-            if not frame.f_code.co_filename.startswith(_OURS if helps else (_TORCH, _OURS)):
+            internal = (OUR_FILES,) if helps else (TORCH_FILES, OUR_FILES)
+            if not frame.f_code.co_filename.startswith(internal):
                 self._report("reads a tensor's grad_fn")
         return func(*args, **(kwargs or {}))
 

@@ -19,7 +19,15 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from penstock import errors
-from penstock.errors import NOWHERE, PeerError, PenstockError, StageError, Where
+from penstock.errors import (
+    NOWHERE,
+    PeerError,
+    PenstockError,
+    StageError,
+    Where,
+    fold_tracebacks,
+    shows_full_tracebacks,
+)
 
 __all__ = [
     "EARLY",
@@ -65,25 +73,40 @@ def message_of(error: BaseException) -> str:
         return f"(its message can't be shown: __str__ raised {type(failed).__name__})"
 
 
-def cause_of(error: BaseException, rank: int, processes: Sequence[int]) -> Cause:
-    """Make the cause to publish for ``error``, raised on ``rank`` of these processes."""
+def cause_of(
+    error: BaseException, rank: int, processes: Sequence[int], at: Where | None = None
+) -> Cause:
+    """Make the cause to publish for ``error``, raised on ``rank`` of these processes; ``at`` is the
+    place if another rank is at fault."""
     where, message = NOWHERE, message_of(error)
     if not isinstance(error, PenstockError):
         message = f"{type(error).__name__}: {message}"
     elif error.rank in (None, rank):  # else it is a position in the program, not on this rank
         where = error.where
     try:
-        trace = "".join(traceback.format_exception(error))
+        trace = _shown_traceback(error)
     except BaseException:  # its notes or its causes can't be formatted
         trace = "".join(traceback.format_tb(error.__traceback__))
     public = (c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
     return Cause(
         kind=next(public, type(error).__name__),
         message=_abbreviated(message),
-        where=replace(where, rank=rank),
+        where=replace(where, rank=rank) if at is None else at,
         processes=tuple(processes),
         traceback=_abbreviated(trace),
     )
+
+
+def _shown_traceback(error: BaseException) -> str:
+    """The traceback of the user's exception; empty for an error that Penstock itself has found."""
+    if shows_full_tracebacks():
+        return "".join(traceback.format_exception(error))
+    fold_tracebacks(error)
+    if isinstance(error, PenstockError) and error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, PenstockError) and error.__traceback__ is None:
+        return ""
+    return "".join(traceback.format_exception(error))
 
 
 def _abbreviated(text: str) -> str:
@@ -103,7 +126,8 @@ def as_error(cause: Cause, processes: Sequence[int]) -> PenstockError:
     if cause.processes != tuple(processes):
         listed = ", ".join(map(str, cause.processes))
         message = f"in another replica's pipeline (processes {listed}): {message}"
-    message += f"\n\nThe original traceback, on rank {cause.where.rank}:\n{cause.traceback}"
+    if cause.traceback:
+        message += f"\n\nThe original traceback, on rank {cause.where.rank}:\n{cause.traceback}"
     error = kind(message)
     error.where = cause.where
     return error

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from types import TracebackType
+from typing import ParamSpec, TypeVar
 
 __all__ = [
     "PenstockError",
@@ -13,7 +19,13 @@ __all__ = [
     "PeerError",
     "InternalError",
     "Where",
+    "fold_tracebacks",
+    "folds_tracebacks",
+    "shows_full_tracebacks",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,3 +120,58 @@ class PeerError(PenstockError, RuntimeError):
 
 class InternalError(PenstockError, RuntimeError):
     """A bug in Penstock. Please report it with its message."""
+
+
+# --- tracebacks ----------------------------------------------------------------------------------
+
+_FULL = "PENSTOCK_FULL_TRACEBACK"
+_HINT = f"(frames inside Penstock and of torch's module calls are left out; {_FULL}=1 shows them)"
+_OURS = f"{Path(__file__).parent}{os.sep}"
+_MODULE_CALLS = os.path.join("torch", "nn", "modules", "module.py")
+
+
+def shows_full_tracebacks() -> bool:
+    """True if the environment variable PENSTOCK_FULL_TRACEBACK is set."""
+    return bool(os.environ.get(_FULL))
+
+
+def folds_tracebacks(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a public function: exceptions leave it without internal frames."""
+
+    @wraps(function)
+    def folding(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            fold_tracebacks(error)
+            raise
+
+    return folding
+
+
+def fold_tracebacks(error: BaseException | None) -> None:
+    """Leave internal frames out of the tracebacks of ``error`` and of its causes.
+
+    The innermost frame stays, except in errors of Penstock: their messages say more than it.
+    """
+    if error is None or isinstance(error, InternalError) or shows_full_tracebacks():
+        return
+    fold_tracebacks(error.__context__ if error.__cause__ is None else error.__cause__)
+    frames: list[TracebackType] = []
+    each = error.__traceback__
+    while each is not None:
+        frames.append(each)
+        each = each.tb_next
+    kept = [tb for tb in frames if not _is_internal(tb.tb_frame.f_code.co_filename)]
+    if not isinstance(error, PenstockError) and frames and frames[-1] not in kept:
+        kept.append(frames[-1])
+    folded = None
+    for tb in reversed(kept):
+        folded = TracebackType(folded, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
+    error.__traceback__ = folded
+    if isinstance(error, PenstockError) and not hasattr(error, "__notes__"):
+        error.add_note(_HINT)
+
+
+def _is_internal(filename: str) -> bool:
+    return filename.startswith(_OURS) or filename.endswith(_MODULE_CALLS)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.cause import publishing_errors
 from penstock.compat.stage import PipelineStage
-from penstock.errors import ScheduleError, StageError
+from penstock.errors import ScheduleError, StageError, folds_tracebacks
 from penstock.runtime.comm.process_group import chosen_device, process_group
 from penstock.runtime.config import PipelineSpec
 from penstock.runtime.schedules import ScheduleProgram
@@ -136,6 +136,7 @@ class Pipeline(ModelState):
 
     # --- running -----------------------------------------------------------------------------
 
+    @folds_tracebacks
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Run one training step; accumulates gradients into the parameters' ``.grad``.
 
@@ -176,6 +177,7 @@ class Pipeline(ModelState):
         assert losses is not None, "a program with a backward has losses"
         return losses.mean()
 
+    @folds_tracebacks
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Run the forward without a graph. Arguments are those of ``step``.
 
@@ -225,6 +227,7 @@ class Pipeline(ModelState):
         """The loss function's metrics by microbatch, on the rank that computed them."""
         return self._schedule.metrics
 
+    @folds_tracebacks
     def trace(self) -> Trace:
         """The trace of the last step on all ranks. A collective call."""
         return self._schedule.trace()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import PipelineStage, Schedule1F1B
+from penstock import Pipeline, PipelineStage, Schedule1F1B
+from penstock.errors import PenstockError
 from penstock.runtime.comm.c10d import C10dTransport, break_pairs
 from penstock.runtime.failure import READ_INTERVAL_S
 from penstock.testing.processes import run_ranks
@@ -62,6 +65,87 @@ def test_a_killed_process_is_noticed_by_all(num_ranks: int, culprit: int, after:
         assert (after_it.kind, after_it.elapsed_s < 0.5) == ("PeerError", True)
 
 
+def leave(rank: int, num_ranks: int, culprit: int) -> tuple[object, ...]:
+    """The script of rank ``culprit`` ends after a step, as by a condition that it alone meets."""
+    step = make_step(rank, num_ranks, nn.Linear(DIM, DIM))
+    step()
+    if rank == culprit:
+        sys.exit(0)
+    return tuple(attempt(step))
+
+
+@pytest.mark.parametrize(("num_ranks", "culprit"), [(3, 0), (3, 1), (3, 2), (2, 1)])
+def test_the_rank_whose_process_has_ended_is_named(num_ranks: int, culprit: int) -> None:
+    outcomes = run_ranks(leave, num_ranks, culprit)
+    assert outcomes[culprit].exit_code == 0
+    for rank, outcome in enumerate(outcomes):
+        if rank != culprit:
+            told = Attempt(*outcome.result())
+            assert (told.kind, told.where[0]) == ("PeerError", culprit), told.message
+            assert f"lost its connection to rank {culprit} in step()" in told.message
+            assert "its process has ended or died" in told.message
+            assert told.elapsed_s < SOON_S
+
+
+def trace_alone(rank: int, num_ranks: int, culprit: int, ends: bool) -> tuple[object, ...]:
+    """Rank ``culprit`` alone asks for the trace; the others go on, or are at their end."""
+    stage = PipelineStage(nn.Linear(DIM, DIM), rank, num_ranks, CPU)
+    schedule = Schedule1F1B(stage, 4, nn.functional.mse_loss, timeout_s=60)
+    batch = torch.ones(8, DIM)
+
+    def step() -> None:
+        schedule.step(*((batch,) if rank == 0 else ()), target=batch)
+
+    step()
+    if rank == culprit:
+        return tuple(attempt(schedule.trace))
+    if ends:
+        sys.exit(0)
+    return tuple(attempt(step))
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_that_is_alone_in_a_call_is_named(culprit: int) -> None:
+    others = {0: "ranks 1 to 2", 2: "ranks 0 to 1"}[culprit]
+    for outcome in run_ranks(trace_alone, 3, culprit, False):
+        told = Attempt(*outcome.result())
+        assert (told.kind, told.where[0]) == ("ScheduleError", culprit), told.message
+        assert f"rank {culprit} in trace() of schedule 0" in told.message
+        assert f"{others} in step(), after 1 others of schedule 0" in told.message
+        assert "Traceback" not in told.message
+
+
+def test_a_call_that_the_others_never_make_is_named() -> None:
+    told = Attempt(*run_ranks(trace_alone, 3, 0, True)[0].result())
+    assert told.kind == "PeerError"
+    assert "lost its connection to ranks 1 to 2 in trace() of schedule 0" in told.message
+
+
+def look_up_a_bad_id(rank: int, num_ranks: int, full: bool) -> list[str]:
+    """What the interpreter would print."""
+    if full:
+        os.environ["PENSTOCK_FULL_TRACEBACK"] = "1"
+    model = nn.Sequential(nn.Embedding(8, DIM), nn.Linear(DIM, 8))
+    pipe = Pipeline(model, loss_fn=nn.functional.cross_entropy, n_microbatches=4, timeout_s=60)
+    try:
+        pipe.step(torch.full((8,), 8), target=torch.zeros(8, dtype=torch.long))
+    except PenstockError:
+        return traceback.format_exc().splitlines()
+    return []
+
+
+def test_a_bad_token_id_is_told_in_few_lines() -> None:
+    told = [outcome.result() for outcome in run_ranks(look_up_a_bad_id, 2, False)]
+    assert sum(map(len, told)) < 40, told
+    for lines in told:
+        text = "\n".join(lines)
+        assert "rank 0, stage 0, microbatch 0, action 0F0: IndexError: index out of range" in text
+        assert text.count("\nIndexError") == 1 and "return F.embedding(" in text
+        assert f"src{os.sep}penstock" not in text
+    full = [outcome.result() for outcome in run_ranks(look_up_a_bad_id, 2, True)]
+    assert all("stage_runner.py" in "\n".join(lines) for lines in full)
+
+
 def ask_over_a_broken_connection(rank: int, num_ranks: int) -> str | None:
     """Rank 1 asks for a note where nothing can even be asked any more."""
     group = torch.distributed.group.WORLD
@@ -79,7 +163,7 @@ def ask_over_a_broken_connection(rank: int, num_ranks: int) -> str | None:
 
 def test_an_unreachable_rank_is_a_lost_peer() -> None:
     _, second = run_ranks(ask_over_a_broken_connection, 2)
-    assert second.result().startswith("rank 1: the connection to rank 0 broke"), second.result()
+    assert second.result().startswith("rank 1 lost its connection to rank 0 in this test")
 
 
 def fall_silent(rank: int, num_ranks: int, culprit: int) -> tuple[object, ...]:

@@ -376,7 +376,7 @@ MISTAKES = {
     "no inputs": Mistake(no_inputs, (S, P), r"no inputs.*passes them to step\(\) or eval", (0,)),
     "no inputs in eval": Mistake(no_inputs_in_eval, (S, P), r"no inputs.*passes them", (0,)),
     "step beside eval": Mistake(
-        step_beside_eval, (SCH, SCH), r"rank 0 is in step\(\).*rank 1 in eval\(\).*same order"
+        step_beside_eval, (SCH, SCH), r"rank 0 in step\(\).*rank 1 in eval\(\).*same order"
     ),
     "too short lists": Mistake(
         too_short_lists, ("ValueError", P), "3 ready microbatches, expected n_microbatches=4", (0,)
@@ -505,7 +505,9 @@ def assert_told(mistake: Mistake, attempts: list[Attempt]) -> None:
         if rank not in mistake.by:
             culprit = mistake.by[0]
             assert attempt.where[0] == culprit
-            assert f"on rank {culprit}:\nTraceback" in attempt.message
+            # Penstock's own frames say nothing of the user's mistake.
+            assert attempt.message.count("Traceback") <= 1
+            assert attempt.message.count("penstock/runtime/") <= 1, attempt.message
 
 
 @pytest.mark.parametrize("name", MISTAKES)

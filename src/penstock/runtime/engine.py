@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from penstock.cause import message_of
-from penstock.errors import NOWHERE, PeerError, PenstockError, ScheduleError, StageError, Where
+from penstock.errors import (
+    NOWHERE,
+    PeerError,
+    PenstockError,
+    ScheduleError,
+    StageError,
+    Where,
+    shows_full_tracebacks,
+)
 from penstock.parallel.data_parallel import Replicas, replicas_of
 from penstock.parallel.shared_params import SharedParams
 from penstock.partition.ties import SharedBuffers, Tie
@@ -224,7 +232,8 @@ class Engine:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         raised = None if error is None else self._fail(error)
         if raised is not None:
-            raise raised from error
+            # A wait that broke says less than the cause that another rank has published.
+            raise raised from (error if shows_full_tracebacks() else raised.__cause__)
 
     def _fail(self, error: BaseException) -> BaseException | None:
         """Report ``error`` to all ranks; returns the error to raise instead, if any."""

@@ -224,17 +224,23 @@ class ErrorStore:
         return None
 
     def error_to_raise(
-        self, error: BaseException, wait: Wait | None, timed_out_s: float | None
+        self,
+        error: BaseException,
+        wait: Wait | None,
+        timed_out_s: float | None,
+        find_lost: Callable[[], Sequence[int]],
     ) -> PenstockError | None:
         """Publish the exception that ended a call, or find the first cause.
 
             this rank failed by itself     its own error, unless another one came first
+            all ranks raise the same       its own error
             its wait broke, or timed out   the peer's cause; a generic PeerError without one
 
         Args:
             error: the exception.
             wait: the interrupted wait, if any.
             timed_out_s: the limit that the wait exceeded, if any.
+            find_lost: returns the ranks whose connections to this one are closed.
 
         Returns:
             The exception to raise instead; None to raise ``error`` itself.
@@ -247,33 +253,43 @@ class ErrorStore:
                 for_s=2.0 + 2 * self.interval_s,
                 every_s=self.interval_s / 2,
             )
-        if failure is not None:
-            call, cause = failure
-            self._calls.failed.add(call)
-        else:
-            if wait is not None:
-                error = self._broken_wait(error, wait[1], timed_out_s)
-            cause = cause_of(error, self._rank, self._processes)
+        where = None
+        if failure is None and wait is not None:
+            broken = self._broken_wait(wait[1], timed_out_s, find_lost)
+            error, where = broken, broken.where  # of the lost rank, not of this one
+        own = cause_of(error, self._rank, self._processes, where)
+        call, cause = failure or (self._name, own)
+        self._calls.failed.add(call)
         # A cause that was found is published too, to this rank's replicas.
         first = self._query(lambda: self.write(cause)) or cause
-        if failure is not None or first != cause:
+        is_own = (first.kind, first.message) == (own.kind, own.message)
+        if not is_own:
             return as_error(first, self._processes)
         return error if isinstance(error, PeerError) else None
 
     def _broken_wait(
-        self, error: BaseException, peer: int | Peers, timed_out_s: float | None
+        self,
+        peer: int | Peers,
+        timed_out_s: float | None,
+        find_lost: Callable[[], Sequence[int]],
     ) -> PeerError:
-        name = peer.value if isinstance(peer, Peers) else f"rank {peer}"
+        ranks: Sequence[int] = () if isinstance(peer, Peers) else (peer,)
+        name = peer.value if isinstance(peer, Peers) else ""
+        if peer is Peers.ALL_RANKS:
+            ranks = (find_lost() if timed_out_s is None else self._query(self._find_absent)) or ()
+        if ranks:
+            name = f"rank{'s' if len(ranks) > 1 else ''} {runs_of(ranks)}"
         if timed_out_s is not None:
-            if peer is Peers.ALL_RANKS and (absent := self._query(self._find_absent)):
-                name = f"rank{'s' if len(absent) > 1 else ''} {runs_of(absent)}"
             message = (
                 f"no word from {name} within {timed_out_s:g} s, "
                 + ("nor does the store answer" if self.is_lost else "and no rank reports a failure")
                 + "; pass a longer timeout_s if a step may take so long"
             )
         else:
-            message = f"the connection to {name} broke; its process may have died"
+            message = (
+                f"rank {self._rank} lost its connection to {name} in {self._calls.name}: its "
+                "process has ended or died"
+            )
             if self.is_lost:
                 message += ", or that of the group's rank 0, which holds the ranks' store"
             elif self._calls.failed:
@@ -281,9 +297,8 @@ class ErrorStore:
                     ", or it broke when another schedule over this process group failed: then "
                     "make stages over a new one (torch.distributed.new_group), on every rank"
                 )
-            message += f" ({error})"
-        raised = PeerError(message, where=Where(rank=self._rank))
-        raised.__cause__ = error
+        raised = PeerError(message)
+        raised.where = Where(rank=ranks[0] if len(ranks) == 1 else self._rank)
         return raised
 
     def report_crash(self, error: BaseException) -> None:

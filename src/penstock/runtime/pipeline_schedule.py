@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.cause import default_group, publishing_errors
 from penstock.compat.stage import PipelineStage
 from penstock.compat.torch_names import OF_SCHEDULE, no_attribute
-from penstock.errors import ScheduleError, StageError
+from penstock.errors import ScheduleError, StageError, folds_tracebacks
 from penstock.runtime.comm.agreement import exclusive_step
 from penstock.runtime.comm.base import Transport
 from penstock.runtime.comm.loopback import loopback
@@ -201,6 +201,7 @@ class PipelineSchedule:
 
     # --- running -----------------------------------------------------------------------------
 
+    @folds_tracebacks
     def step(
         self,
         *args: Any,
@@ -238,6 +239,7 @@ class PipelineSchedule:
         kwargs |= {"return_outputs": return_outputs, "loss_kwargs": loss_kwargs}
         return self._run(args, kwargs | {"target": target, "losses": losses}, train=True)
 
+    @folds_tracebacks
     def eval(
         self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any
     ) -> Any:
@@ -268,6 +270,7 @@ class PipelineSchedule:
             filled[:] = () if self.losses is None else self.losses.unbind()
         return splitter.merge_outputs(step, merge=merge)
 
+    @folds_tracebacks
     def trace(self) -> Trace:
         """The trace of the last step on all ranks. A collective call."""
         engine = self.engine

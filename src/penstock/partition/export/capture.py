@@ -13,14 +13,20 @@ import operator
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
 
-from penstock._torch_compat import METADATA_ASSERT, has_backward_hooks, refusing, shape_check
+from penstock._torch_compat import (
+    METADATA_ASSERT,
+    OUR_FILES,
+    TORCH_FILES,
+    has_backward_hooks,
+    refusing,
+    shape_check,
+)
 from penstock.errors import PartitionError
 from penstock.partition.export.call_form import CallForm, OutputForm
 from penstock.partition.forward.module_state import ModuleSnapshot
@@ -139,11 +145,10 @@ def _refuse(what: str) -> None:
 def _place_in_user_code(trace: TracebackType | None = None) -> str:
     """`` (at file:line, in name)`` for the innermost frame outside torch and this library."""
     frames = traceback.extract_tb(trace) if trace is not None else traceback.extract_stack()
-    ours, torchs = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
     for frame in reversed(frames):
         if frame.filename == __file__ and frame.name == _FlatCall.forward.__name__:
             break  # the model's code has returned
-        if not frame.filename.startswith((ours, torchs, contextlib.__file__, "<")):
+        if not frame.filename.startswith((OUR_FILES, TORCH_FILES, contextlib.__file__, "<")):
             return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
     return ""
 

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, Where
 from penstock.runtime.comm.base import Transport
+from penstock.schedule.messages import runs_of
 
 __all__ = ["check_consistent", "digest", "exclusive_step", "pack_header", "unpack_headers"]
 
@@ -90,11 +91,22 @@ def unpack_headers(headers: Sequence[Tensor]) -> list[int]:
     data = [bytes(header.tolist()) for header in headers]
     calls = [each[INT_BYTES:].rstrip(b"\0").decode(errors="ignore") for each in data]
     if len(set(calls)) > 1:
-        other = next(rank for rank, call in enumerate(calls) if call != calls[0])
-        raise ScheduleError(
-            f"rank 0 is in {calls[0]}, and rank {other} in {calls[other]}: call them in the same "
-            "order on every rank"
+        ranks_in: dict[str, list[int]] = {}
+        for rank, call in enumerate(calls):
+            ranks_in.setdefault(call, []).append(rank)
+        places = (
+            f"rank{'s' if len(ranks) > 1 else ''} {runs_of(ranks)} in {call}"
+            for call, ranks in ranks_in.items()
         )
+        error = ScheduleError(
+            f"the ranks are in different calls ({'; '.join(places)}); call them in the same order "
+            "on every rank"
+        )
+        # Of two calls, the one that a single rank is in is the mistake; of two ranks, either.
+        alone = [ranks[0] for ranks in ranks_in.values() if len(ranks) == 1]
+        if len(alone) == 1 and len(ranks_in) == 2:
+            error.where = Where(rank=alone[0])
+        raise error
     return [int.from_bytes(each[:INT_BYTES], "little", signed=True) for each in data]
 
 

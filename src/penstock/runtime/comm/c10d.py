@@ -169,7 +169,14 @@ class C10dTransport(Transport):
         elif not isinstance(error, RuntimeError):
             wait = None  # Ctrl-C may reach a waiting rank
         timed_out_s = watchdog.timeout_s if watchdog.timed_out else None
-        return self._errors.error_to_raise(error, wait, timed_out_s)
+        return self._errors.error_to_raise(error, wait, timed_out_s, self._find_lost)
+
+    def _find_lost(self) -> list[int]:
+        """The ranks whose connections to this one are closed, by themselves."""
+        if self._control is None or self._watchdog.has_aborted:
+            return []
+        others = (peer for peer in range(self.num_ranks) if peer != self.rank)
+        return [peer for peer in others if is_closed(self._control, peer)]
 
     def _is_broken_wait(self, error: BaseException | None) -> bool:
         """True if ``error`` is a wait ended by the watchdog or by a process's death."""
