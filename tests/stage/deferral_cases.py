@@ -41,9 +41,17 @@ def gradients(module: nn.Module, inputs: tuple[Tensor, ...]) -> Gradients:
     return found | {f"input {i}": x.grad for i, x in enumerate(inputs)}
 
 
+def copied(module: nn.Module) -> nn.Module:
+    """A copy; torch's own lets go of the dtypes of gradients."""
+    copy_of = copy.deepcopy(module)
+    for param, original in zip(copy_of.parameters(), module.parameters(), strict=True):
+        param.grad_dtype = original.grad_dtype
+    return copy_of
+
+
 def plain(module: nn.Module, inputs: tuple[Tensor, ...], steps: int = 1) -> Gradients:
     """The gradients of ordinary forwards and full backwards."""
-    module = copy.deepcopy(module)
+    module = copied(module)
     inputs = fresh(inputs)
     for _ in range(steps):
         torch.manual_seed(1)
@@ -54,7 +62,7 @@ def plain(module: nn.Module, inputs: tuple[Tensor, ...], steps: int = 1) -> Grad
 
 def split(module: nn.Module, inputs: tuple[Tensor, ...], steps: int = 1) -> Gradients:
     """The gradients of F, I and W, with all the microbatches in flight at once."""
-    module = copy.deepcopy(module)
+    module = copied(module)
     inputs = fresh(inputs)
     flying = []
     for _ in range(steps):
@@ -73,7 +81,7 @@ def split(module: nn.Module, inputs: tuple[Tensor, ...], steps: int = 1) -> Grad
 
 def in_i(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[str, ...]:
     """The parameters that have a gradient after F and I, before W."""
-    module = copy.deepcopy(module)
+    module = copied(module)
     work = DeferredGrads()
     with work:
         outputs = outputs_of(module(*fresh(inputs)))
@@ -160,6 +168,13 @@ class Block(nn.Module):
         return hidden + self.down(F.gelu(self.up(self.norm2(hidden))))
 
 
+def with_wide_gradients(module: nn.Module) -> nn.Module:
+    """``module`` in bfloat16, with gradients in float32, as FSDP2 may set them."""
+    for param in module.bfloat16().parameters():
+        param.grad_dtype = torch.float32
+    return module
+
+
 def module_cases() -> dict[str, Case]:
     """Modules of torch.nn, at shapes that take their ordinary ways."""
 
@@ -242,7 +257,18 @@ def function_cases() -> dict[str, Case]:
 
     linear = ("l.weight", "l.bias")
 
+    def gained(m: nn.Module, t: Tensor) -> Tensor:
+        """The products and their gradients are in float32, the weights are not."""
+        scaled: Tensor = m.l((t.float() * m.g).bfloat16()).float() * m.g
+        return scaled + F.linear(t, m.l.weight)
+
     return {
+        "wide gradients": Case(
+            make=lambda: (
+                with_wide_gradients(Calls(gained, l=nn.Linear(4, 4), g=weight(4))),
+                (x(3, 4).bfloat16().detach().requires_grad_(),),
+            )
+        ),
         "matmul": of(lambda m, t: t @ m.w, x(2, 3, 4), w=weight(4, 5)),
         "matmul transposed": of(lambda m, t: t @ m.w.T, x(2, 3, 4), w=weight(5, 4)),
         "matmul strided input": of(

@@ -231,7 +231,8 @@ class PipelineStage(ExchangingStage):
         self._reduce_if_done(last_backward)
 
     def _reduce_if_done(self, last_backward: bool) -> None:
-        """Reduce replicas, if requested, after the step's last microbatch."""
+        """After a backward: reduce replicas, if requested, after the step's last microbatch."""
+        self._replica_step.end_backward()
         self._replica_step.due |= last_backward
         phases = {state.phase for state in self._states.values()}
         if self._replica_step.due and phases <= {Phase.EMPTY, Phase.DONE}:

@@ -47,6 +47,11 @@ class Replicas:
         for part in self._parts:
             part.share_buffers()
 
+    def end_weight_grad(self) -> None:
+        """Follow a deferred weight gradient, as the wrapper follows each of its backwards."""
+        for part in self._parts:
+            part.end_weight_grad()
+
     def reduce_grads(self) -> None:
         """Average the gradients over the replicas, once per step."""
         for part in self._parts:
@@ -173,9 +178,13 @@ class _Fsdp(Replicas):
         for module in filter(_torch_compat.is_fsdp, self._root.modules()):
             module.reshard()
 
+    def end_weight_grad(self) -> None:
+        # Adds the gradients, in the parameters' dtype, to sums in the dtype of the reduction.
+        _torch_compat.fsdp_finish_backward(self._root)
+
     def reduce_grads(self) -> None:
         self._set_sync(True)
-        _torch_compat.fsdp_finish_backward(self._root)
+        self.end_weight_grad()
 
     def end(self) -> None:
         self._set_sync(True)
@@ -273,6 +282,11 @@ class ReplicaStep:
             self._replicas = replicas_of(module) or Replicas()
             self._replicas.begin()
             self._replicas.share_buffers()
+
+    def end_backward(self) -> None:
+        """Follow a backward, or a deferred weight gradient."""
+        if self._replicas is not None:
+            self._replicas.end_weight_grad()
 
     def end(self, *, reduce: bool) -> None:
         """End the step if one has begun, and average its gradients if requested."""

@@ -357,6 +357,8 @@ class StageRunner:
 
     def _weight_grad(self, state: MicrobatchState) -> None:
         self.stage.weight_grad(state)
+        if self.replicas is not None:
+            self.replicas.end_weight_grad()
 
     def _run_backward(self, state: MicrobatchState, run: Callable[..., None]) -> None:
         grads: Sequence[Tensor | None] = state.received_grads

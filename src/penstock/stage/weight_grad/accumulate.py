@@ -42,7 +42,7 @@ class Expression:
 
     edge: GradientEdge  # where its gradient enters the graph to the parameters
     shape: torch.Size
-    dtype: torch.dtype
+    grad_dtype: torch.dtype
     leaves: frozenset[int]
 
 
@@ -151,8 +151,9 @@ def _contribution(record: Record) -> tuple[tuple[Weight, ...], tuple[Tensor, ...
 
 
 def _added(total: Tensor, part: Tensor, weight: Weight) -> Tensor:
-    """The sum of two contributions to ``weight``, in its dtype, as autograd adds them."""
-    return total.to(weight.dtype) + part.to(weight.dtype)
+    """The sum of two contributions to ``weight`` in its gradient's dtype, as autograd adds them."""
+    dtype = weight.grad_dtype or torch.promote_types(total.dtype, part.dtype)
+    return total.to(dtype) + part.to(dtype)
 
 
 def _hand_over(parameters: list[Any], totals: list[Tensor]) -> None:

@@ -180,7 +180,7 @@ class DeferredGrads(TorchFunctionMode):
                 self.expressions[each.grad_fn, each.output_nr] = Expression(
                     edge=get_gradient_edge(each),
                     shape=each.shape,
-                    dtype=each.dtype,
+                    grad_dtype=each.dtype,
                     leaves=leaves,
                 )
 
@@ -218,6 +218,8 @@ class DeferredGrads(TorchFunctionMode):
         proxy = self._latest_proxies.get(id(weight))
         if proxy is None or proxy.data_ptr() != tensor.data_ptr():
             proxy = self._latest_proxies[id(weight)] = tensor.detach().requires_grad_()
+            if tensor.is_leaf:
+                proxy.grad_dtype = tensor.grad_dtype
             self.proxies.append((weight, proxy))
         return proxy
 
