@@ -25,6 +25,7 @@ class LossHead:
     def __init__(self, loss_fn: LossFn | None, divisor: int, *, train: bool) -> None:
         self._loss_fn, self._divisor, self._train = loss_fn, divisor, train
         self._needs_target = needs_target(loss_fn)
+        self._grads: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def run(self, state: MicrobatchState, output: Any, target: Any, step: StepState) -> None:
         """Record a microbatch's output and loss in ``step``, and the root of its backward."""
@@ -50,7 +51,13 @@ class LossHead:
             )
         state.roots = (get_gradient_edge(loss),)
         # Scales the loss instead of the gradients, in the loss's dtype, as (loss / n).backward().
-        state.received_grads = (torch.full_like(loss, 1 / self._divisor),)
+        key = (loss.dtype, loss.device) if type(loss) is Tensor else None
+        grad = self._grads.get(key) if key else None
+        if grad is None:
+            grad = torch.full_like(loss, 1 / self._divisor)
+            if key:
+                self._grads[key] = grad
+        state.received_grads = (grad,)
 
 
 def needs_target(loss_fn: LossFn | None) -> bool:
