@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -383,6 +384,97 @@ def test_a_tied_parameter_is_loaded_by_either_name(left: str) -> None:
     missing = {name: value for name, value in state.items() if "weight" not in name}
     with pytest.raises(PartitionError, match=r"lacks embed\.weight, head\.weight"):
         pipe.load_state_dict(missing)
+
+
+# --- what is shown, and what is refused ---------------------------------------------------------
+
+
+def test_its_repr_says_where_each_layer_went() -> None:
+    pipe = Pipeline(named_model(), loss_fn=F.mse_loss, schedule="zbv", ranks=2, n_microbatches=4)
+    assert repr(pipe).splitlines() == [
+        "Pipeline of zbv: 2 ranks, 4 stages, 4 microbatches",
+        "  rank 0, stage 0: embed",
+        "  rank 0, stage 3: head",
+        "  rank 1, stage 1: block0",
+        "  rank 1, stage 2: block1",
+    ]
+    layers = Pipeline(nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(9))), split=[8, 1])
+    assert repr(layers).splitlines()[1:] == ["  rank 0, stage 0: 0-7", "  rank 1, stage 1: 8"]
+    assert repr(Pipeline(hand_cut(), n_microbatches=2)).splitlines() == [
+        "Pipeline of 1f1b: 2 ranks, 2 stages, 2 microbatches",
+        "  rank 0, stage 0",
+        "  rank 1, stage 1",
+    ]
+
+
+@pytest.mark.parametrize("method", ["module", "export"])
+def test_its_repr_names_the_modules_of_any_model(method: Any) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(DIM, DIM)
+            self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(5))
+            self.head = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for layer in self.layers:
+                x = x + layer(x)
+            return self.head(x)
+
+    example = (torch.ones(2, DIM),)
+    pipe = Pipeline(Net(), split=["layers.3"], n_microbatches=2, example=example, method=method)
+    assert repr(pipe).splitlines()[1:] == [
+        "  rank 0, stage 0: embed, layers.0-2",
+        "  rank 1, stage 1: layers.3-4, head",
+    ]
+    whole = Pipeline(Net(), ranks=1, n_microbatches=2, example=example)
+    assert repr(whole).splitlines()[1:] == ["  rank 0, stage 0: Net"]
+
+
+def test_mistaking_it_for_a_module_says_what_to_do() -> None:
+    pipe = Pipeline(mlp(4), loss_fn=F.mse_loss, split=[2, 2], n_microbatches=2)
+    inputs, target = features(4, 0)
+    with pytest.raises(TypeError, match=r"pipe\.step\(inputs, target=labels\) runs .*pipe\.eval"):
+        pipe(inputs)
+    with pytest.raises(TypeError, match=r"for stage in pipe\.stages: stage\.submod\.compile\(\)"):
+        torch.compile(pipe, backend="eager")
+    with pytest.raises(AttributeError, match="'Pipeline' object has no attribute 'backward'"):
+        pipe.backward()  # type: ignore[attr-defined]
+    loss = pipe.step(inputs, target=target)
+    with pytest.raises(
+        StageError, match=r"has run the backward already.* leave loss\.backward\(\)"
+    ):
+        loss.backward()
+    assert all(param.grad is not None for param in pipe.parameters())
+
+
+def test_the_loss_is_a_plain_tensor_in_every_other_use(tmp_path: Path) -> None:
+    pipe = Pipeline(mlp(4), loss_fn=F.mse_loss, split=[2, 2], n_microbatches=2)
+    inputs, target = features(4, 0)
+    loss = pipe.step(inputs, target=target)
+    assert type(loss) is Tensor and not loss.requires_grad
+    torch.save({"loss": loss}, tmp_path / "checkpoint")
+    loaded = torch.load(tmp_path / "checkpoint", weights_only=True)["loss"]
+    for same in (loaded, copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)), loss.clone()):
+        assert torch.equal(same, loss)
+    assert f"{loss:.3f}" == f"{loss.item():.3f}"
+    weight = torch.ones((), requires_grad=True)
+    (loss * weight).backward()
+    assert torch.equal(weight.grad, loss)  # type: ignore[arg-type]
+
+
+def test_one_microbatch_over_several_ranks_is_remarked_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    Pipeline(mlp(4), split=[2, 2], n_microbatches=2)
+    Pipeline(mlp(4), ranks=1, n_microbatches=1)
+    assert not caplog.messages
+    Pipeline(mlp(4), split=[2, 2], n_microbatches=1)
+    (message,) = caplog.messages
+    assert (
+        message.startswith("n_microbatches=1: 2 ranks take turns") and "n_microbatches=2" in message
+    )
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])

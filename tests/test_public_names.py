@@ -4,6 +4,7 @@ import ast
 import graphlib
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,10 @@ def test_every_public_name_is_there_and_documented(name: str) -> None:
     assert value.__doc__
     assert name in dir(penstock)
     assert getattr(penstock, name) is value
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert penstock.__version__ == version("penstock")
 
 
 def test_a_name_that_is_not_there() -> None:

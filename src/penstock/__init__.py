@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from penstock.stage.rng import draw_step_seed, microbatch_rng
     from penstock.trace import Span, Trace
 
+__version__ = "0.1.0"
+
 # Training.
 __all__ = ["Pipeline", "PipelineStage", "TensorChunkSpec", "draw_step_seed", "microbatch_rng"]
 __all__ += ["merge_chunks", "split_args_kwargs_into_chunks", "sum_reducer"]

@@ -89,6 +89,10 @@ _engine = torch.autograd.Variable._execution_engine
 _interpreters = torch._C._functorch.peek_interpreter_stack
 
 
+# The attribute that torch.compile looks up first on its argument; it has no public hook to refuse.
+COMPILE_PROBE = "_torchdynamo_orig_callable"
+
+
 def is_compiled(module: nn.Module) -> bool:
     """True if ``module`` is the wrapper that ``torch.compile`` returns; its class is private."""
     return type(module).__name__ == "OptimizedModule" and "_orig_mod" in children_of(module)

@@ -43,6 +43,7 @@ class Assembly:
 
     program: Program
     stages: tuple[PipelineStage, ...]
+    names: tuple[tuple[str, ...], ...]  # of the modules of every stage; empty if unknown
     ties: Sequence[Tie]
     loss_fn: LossFn | None
     forecast: Forecast | None  # the predicted time of a step, for a program found by search
@@ -108,6 +109,7 @@ def assemble(spec: PipelineSpec) -> Assembly:
     return Assembly(
         program=program,
         stages=stages,
+        names=cut.names,
         ties=ties,
         loss_fn=own_loss if spec.loss_fn is None and cut.has_loss else spec.loss_fn,
         forecast=forecast,

@@ -6,7 +6,9 @@ same script with one rank per process.
 
 from __future__ import annotations
 
+import logging
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -15,13 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock._torch_compat import COMPILE_PROBE
 from penstock.cause import publishing_errors
 from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError, StageError, folds_tracebacks
+from penstock.partition.plan import abbreviate, runs_of_names
 from penstock.runtime.comm.process_group import chosen_device, process_group
 from penstock.runtime.config import PipelineSpec
 from penstock.runtime.schedules import ScheduleProgram
 from penstock.runtime.step import is_placed, moved
+from penstock.schedule.messages import numbers_of
 from penstock.schedule.program import Program
 from penstock.trace import Trace
 from penstock.training.model_state import ModelState
@@ -31,6 +36,8 @@ if TYPE_CHECKING:
     from penstock.partition.spec import Example, Split
 
 __all__ = ["Pipeline"]
+
+_log = logging.getLogger(__name__)
 
 
 class Pipeline(ModelState):
@@ -127,12 +134,20 @@ class Pipeline(ModelState):
         self.num_ranks = made.program.num_ranks
         self.rank = group.rank() if group is not None else 0
         self.stages: tuple[PipelineStage, ...] = made.stages
+        self._stage_names = made.names
         self._takes_model_call, self._forecast = made.takes_model_call, made.forecast
         options |= {"shared": made.ties, "is_single_process": group is None}
         self._schedule = ScheduleProgram(list(made.stages), made.program, made.loss_fn, **options)
         super().__init__(made.stages, made.program.placement, made.ties, group, made.state_names)
         if made.shared_buffers is not None:
             self._schedule.engine.shared_buffers = made.shared_buffers
+        if self.program.num_microbatches == 1 < self.num_ranks and self.rank == 0:
+            _log.warning(
+                "n_microbatches=1: %d ranks take turns, one computes while the others wait; pass "
+                "n_microbatches=%d or more, and batches of as many rows",
+                self.num_ranks,
+                self.num_ranks,
+            )
 
     # --- running -----------------------------------------------------------------------------
 
@@ -175,7 +190,9 @@ class Pipeline(ModelState):
             self._schedule.step(*args, **kwargs)
         losses = self._schedule.losses
         assert losses is not None, "a program with a backward has losses"
-        return losses.mean()
+        loss = losses.mean()
+        loss.backward = _NoBackward()  # type: ignore[method-assign]
+        return loss
 
     @folds_tracebacks
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
@@ -204,7 +221,42 @@ class Pipeline(ModelState):
         args = moved(args, device) if splitter.has_first else args
         return args, kwargs | moved(given, device)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse a bare forward, of which no rank has the whole graph."""
+        raise TypeError(
+            "a Pipeline is not called like a module: pipe.step(inputs, target=labels) runs forward "
+            "and backward, pipe.eval(inputs) the forward alone"
+        )
+
+    if not TYPE_CHECKING:  # where any name would do
+
+        def __getattr__(self, name: str) -> Any:
+            if name == COMPILE_PROBE:
+                raise TypeError(
+                    "torch.compile takes no Pipeline, which is no module; compile its stages: "
+                    "for stage in pipe.stages: stage.submod.compile()"
+                )
+            return object.__getattribute__(self, name)  # raises AttributeError
+
     # --- looking -----------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        """The schedule and its sizes, and a line for each stage: its rank and its modules."""
+        program, placement = self.program, self.program.placement
+        counts = numbers_of(
+            rank=program.num_ranks,
+            stage=program.num_stages,
+            microbatch=program.num_whole_microbatches,
+        )
+        lines = [f"Pipeline of {program.name}: {counts}"]
+        for rank in range(program.num_ranks):
+            for stage in placement.stages_of(rank):
+                line = f"  rank {rank}, stage {stage}"
+                if self._stage_names:
+                    names = runs_of_names(self._stage_names[placement.model_stage(stage)])
+                    line += f": {abbreviate(names, most=8)}"
+                lines.append(line)
+        return "\n".join(lines)
 
     @property
     def program(self) -> Program:
@@ -243,6 +295,9 @@ class Pipeline(ModelState):
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters.
 
+        ``torch.nn.utils.clip_grad_norm_`` would clip them by the norm of this rank's part alone;
+        ``penstock.training.clip.clip_grad_norm_`` clips by the norm over all ranks.
+
         Torch's optimizers accept a rank without parameters as
         ``[{"params": list(pipe.parameters())}]``.
         """
@@ -260,3 +315,17 @@ class Pipeline(ModelState):
             "a Pipeline can't be copied or pickled; save pipe.state_dict() and load it into a new "
             "one, and for averages of weights copy pipe.parameters()"
         )
+
+
+class _NoBackward:
+    """In place of ``backward`` of a step's loss: refuses, and says why."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise StageError(
+            "step() has run the backward already, microbatch by microbatch: leave loss.backward() "
+            "out, and call optimizer.step()"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A loss in a checkpoint must load with torch's weights_only=True, which knows this class.
+        return OrderedDict, ()

@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from penstock import Costs, build, simulate
+from penstock import Costs, build, check, simulate
 from penstock.schedule.action import Op
 from penstock.schedule.passes import recompute
+from penstock.schedule.text import parse_csv
 from penstock.trace import Trace
 from penstock.view.palette import LOOKS
 from penstock.view.terminal import legend, timeline
@@ -97,3 +98,21 @@ def test_where_there_are_16_colours_no_two_ops_share_one(name: str) -> None:
     words = re.findall(r"[a-z]{3,}(?: [a-z]+)*", shown.get())
     assert len(set(chips)) == len(chips) == len(words) > 1
     assert set(re.findall(r"\x1b\[([\d;]+)m", drawn.get())) - {"0"} == set(chips)
+
+
+def test_a_program_is_a_line_in_a_console_and_a_timeline_in_a_notebook() -> None:
+    program = build("interleaved-1f1b", ranks=2, microbatches=4)
+    line = "Program interleaved-1f1b: 2 ranks, 4 stages, 4 microbatches"
+    assert repr(program) == f"<{line}>"
+    assert repr(check(program)) == f"<Checked{line}>"
+    html = program._repr_html_()
+    shown = re.sub("<[^>]+>", "", html)
+    assert html.startswith("<pre") and shown.startswith(f"&lt;{line}&gt;\nrank 0")
+    assert "rank 1" in shown and "backward" in shown
+    # A stage of each rank is dark, the other light.
+    assert len(set(re.findall(r"background-color: (#\w+)", html))) == 4
+
+
+def test_a_program_that_can_not_go_on_says_why_in_a_notebook() -> None:
+    html = parse_csv("0F0,0B0\n1B0,1F0\n")._repr_html_()
+    assert "deadlock: waits for rank 1 to do 1B0" in html

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock import __version__
 from penstock.cli import output as out
 from penstock.cli.programs import check, compare, schedules, simulate
 from penstock.cli.render import playground, render
@@ -40,9 +41,7 @@ def penstock(
 ) -> None:
     """Plan pipeline-parallel training: build, check, simulate, search and draw schedules."""
     if version:
-        from importlib.metadata import version as installed
-
-        typer.echo(f"penstock {installed('penstock')}")
+        typer.echo(f"penstock {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         out.console().print(context.get_help(), end="", markup=False)

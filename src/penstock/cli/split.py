@@ -20,7 +20,7 @@ from penstock.cli.settings import option, with_options
 from penstock.errors import PartitionError, PenstockError
 from penstock.partition.balance.costs import Profile, SplitObjective, repeat_layers
 from penstock.partition.balance.layout import Layout
-from penstock.partition.plan import Plan, rules_refused, toml_path
+from penstock.partition.plan import Plan, rules_refused, runs_of_names, toml_path
 from penstock.schedule.messages import numbers_of
 from penstock.schedule.program import Program
 from penstock.schedule.registry import choose_program
@@ -190,7 +190,7 @@ def _row(plan: Plan, config: BalanceConfig, stage: int) -> dict[str, str]:
         places = range(stage, placement.num_stages, placement.num_model_stages)
         row["rank"] = ", ".join(str(placement.rank_of(each)) for each in places)
     row |= {
-        "modules": "\n".join(_ranges(plan.stages[stage])),
+        "modules": "\n".join(runs_of_names(plan.stages[stage])),
         "parameters": f"{costs.parameters:,}",
         "time": out.seconds_text(costs.time_s),
         "share": f"{costs.time_s / sum(each.time_s for each in plan.costs):.2%}",
@@ -202,16 +202,3 @@ def _row(plan: Plan, config: BalanceConfig, stage: int) -> dict[str, str]:
     times = Counter(costs.sends)
     row["across"] = "\n".join(f"{n} × {each}" if n > 1 else each for each, n in times.items())
     return row
-
-
-def _ranges(names: Sequence[str]) -> list[str]:
-    """Names, with numbered runs shortened to ranges: ``h.0, h.1, h.2`` to ``h.0-2``."""
-    runs: list[list[str]] = []
-    for name in names:
-        prefix, dot, number = name.rpartition(".")
-        before = f"{prefix}{dot}{int(number) - 1}" if number.isdecimal() else ""
-        if runs and runs[-1][-1] == before:
-            runs[-1].append(name)
-        else:
-            runs.append([name])
-    return [run[0] if len(run) == 1 else f"{run[0]}-{run[-1].rpartition('.')[2]}" for run in runs]

@@ -33,6 +33,7 @@ class ModelCut:
     modules: tuple[nn.Module, ...]
     whole_call: bool = False  # True if the first stage takes the model's own arguments
     has_loss: bool = False  # True if the model's output has a loss
+    names: tuple[tuple[str, ...], ...] = ()  # per stage the names of its layers or modules
 
 
 def cut_model(
@@ -62,14 +63,16 @@ def cut_model(
     if not isinstance(model, nn.Module) or is_sequence(model):
         layers = layers_of(model)
         parts = split.counts or split.stages if split else even_split(len(layers), num_stages)
-        return ModelCut(modules=tuple(cut(layers, parts)))
+        stages = cut(layers, parts)
+        return ModelCut(modules=tuple(stages), names=tuple(tuple(each.layers) for each in stages))
     # Lazy imports, here and below: sequences of layers then load half as many modules.
     from penstock.partition.blocks import find_blocks
     from penstock.partition.forward.by_module import NotByModule, computes_loss
 
     if num_stages == 1 and split is None:
         has_loss = example is not None and computes_loss(model, example)
-        return ModelCut(modules=(model,), whole_call=True, has_loss=has_loss)
+        names = ((type(model).__name__,),)
+        return ModelCut(modules=(model,), names=names, whole_call=True, has_loss=has_loss)
     blocks = find_blocks(model)
     if split is None and blocks:
         split = SplitSpec(counts=tuple(even_split(len(blocks), num_stages)))
@@ -119,7 +122,7 @@ def _cut_by_module(
     message = "%s: cut by module into %d stages, since %s; every stage runs the model's own forward"
     logger.info(message, name, len(done.stages), why)
     has_loss = done.plan is not None and done.plan.trace.loss
-    return ModelCut(modules=done.stages, whole_call=True, has_loss=has_loss)
+    return ModelCut(modules=done.stages, names=done.names, whole_call=True, has_loss=has_loss)
 
 
 def _export(
@@ -139,4 +142,12 @@ def _export(
     logger.info("%s: cut by torch.export into %d stages", name, num_stages)
     modules = tuple(pipe.get_stage_module(i) for i in range(num_stages))
     has_loss = bool(getattr(modules[-1], "has_loss", False))
-    return ModelCut(modules=modules, whole_call=True, has_loss=has_loss)
+    names = tuple(tuple(dict.fromkeys(map(_block_of, each.state_dict()))) for each in modules)
+    return ModelCut(modules=modules, names=names, whole_call=True, has_loss=has_loss)
+
+
+def _block_of(name: str) -> str:
+    """The numbered block of a parameter, or else its module: ``h.0`` for ``h.0.norm.weight``."""
+    parts = name.split(".")
+    last = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 2)
+    return ".".join(parts[: last + 1]) or name

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Plan", "StageCosts", "abbreviate", "did_you_mean", "field_kinds", "prefixes", "read_document",
-    "read_file", "read_table", "read_value", "rules_refused", "split_by_counts", "toml_path",
+    "read_file", "read_table", "read_value", "rules_refused", "runs_of_names", "split_by_counts",
+    "toml_path",
 ]  # fmt: skip
 
 FORMAT = 1
@@ -330,6 +331,19 @@ def split_by_counts(items: Iterable[T], counts: Sequence[int]) -> list[list[T]]:
     """
     left = iter(items)
     return [list(islice(left, count)) for count in counts]
+
+
+def runs_of_names(names: Sequence[str]) -> list[str]:
+    """Names, with numbered runs shortened to ranges: ``h.0, h.1, h.2`` to ``h.0-2``."""
+    runs: list[list[str]] = []
+    for name in names:
+        prefix, dot, number = name.rpartition(".")
+        before = f"{prefix}{dot}{int(number) - 1}" if number.isdecimal() else ""
+        if runs and runs[-1][-1] == before:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return [run[0] if len(run) == 1 else f"{run[0]}-{run[-1].rpartition('.')[2]}" for run in runs]
 
 
 def abbreviate(names: Sequence[str], most: int = 6) -> str:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from importlib import import_module
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, Overlap, Step
+from penstock.schedule.messages import numbers_of
 from penstock.schedule.placement import Placement
 from penstock.schedule.rules import BACKWARDS, SENDS
 
 __all__ = ["Program", "CheckedProgram", "refuse_no_program", "refuse_present"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Program:
     """The steps of every rank.
 
@@ -73,8 +75,21 @@ class Program:
             for step in steps:
                 yield from step.parts
 
+    def __repr__(self) -> str:
+        """The sizes in a line, such as ``<Program 1f1b: 2 ranks, 2 stages, 4 microbatches>``."""
+        counts = numbers_of(
+            rank=self.num_ranks, stage=self.num_stages, microbatch=self.num_whole_microbatches
+        )
+        return f"<{type(self).__name__} {self.name}: {counts}>"
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+    def _repr_html_(self) -> str:
+        """The timeline at unit costs, for notebooks."""
+        # By name, since views import programs.
+        html: str = import_module("penstock.view.terminal").html_of(self)
+        return html
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CheckedProgram(Program):
     """A program without problems, made only by ``check``; the only kind that the runtime runs."""
 

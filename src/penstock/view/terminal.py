@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import io
+
+from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
+from penstock.schedule.program import Program
 from penstock.schedule.rules import COMPUTE, HOST_TRANSFERS
+from penstock.simulate.simulation import simulate
 from penstock.trace import Trace
 from penstock.view.layout import drawn
 from penstock.view.palette import LOOKS, ink, shades
 from penstock.view.text import grid, to_text
 
-__all__ = ["legend", "timeline"]
+__all__ = ["html_of", "legend", "timeline"]
+
+_HTML_WIDTH = 140
+_HTML = '<pre style="font-family: monospace; line-height: 1.4">{code}</pre>'
 
 
 def timeline(trace: Trace, *, width: int, colour: bool = True, shaded: bool = True) -> Text:
@@ -51,6 +60,19 @@ def legend(trace: Trace, *, shaded: bool = True) -> Text:
     if trace.overlapped_pairs:
         text.append("+ joins a block   ")
     return text
+
+
+def html_of(program: Program) -> str:
+    """A program for notebooks: its timeline at unit costs, or the reason why it has none."""
+    console = Console(record=True, width=_HTML_WIDTH, file=io.StringIO())
+    console.print(repr(program), markup=False, highlight=False)
+    try:
+        trace = simulate(program).trace
+    except ScheduleError as error:
+        console.print(str(error), markup=False, highlight=False)
+    else:
+        console.print(timeline(trace, width=_HTML_WIDTH), legend(trace), sep="")
+    return console.export_html(inline_styles=True, code_format=_HTML)
 
 
 def _styles(trace: Trace, *, shaded: bool) -> dict[tuple[int, Op, int], Style]:
