@@ -25,6 +25,7 @@ os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
 from rich.console import Console
 
 from benchmarks.figures import Figure, save_figures, show_figures, write_page
+from benchmarks.forecast import measure_forecasts
 from benchmarks.memory import measure_memory
 from benchmarks.planning import (
     measure_check,
@@ -60,6 +61,7 @@ def measures(quick: bool) -> dict[str, Callable[[], list[Figure]]]:
         "blocks": lambda: measure_compute_bound(rounds=2 if quick else 7),
         "split": lambda: measure_split(0.1 if quick else 1.0),
         "memory": measure_memory,
+        "forecast": lambda: measure_forecasts(rounds=1 if quick else 3, steps=2 if quick else 10),
         "planning": lambda: measure_planning(rounds=1 if quick else 5),
         "search": lambda: measure_search(quick),
         "check": lambda: measure_check(rounds=1 if quick else 3),

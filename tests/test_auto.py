@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
+import time
 from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from penstock import Pipeline, PipelineStage, ScheduleError, auto, check
@@ -238,3 +240,83 @@ def test_messages_between_processes_count() -> None:
     assert 0 < latency_s < 1.0
     assert 1e6 < bandwidth < 1e12
     assert step_s >= 2.0  # to the other stage and back
+
+
+# --- one measurement for all --------------------------------------------------------------------
+
+
+class Slow(nn.Linear):
+    """A layer that takes a while, and records when it was called."""
+
+    def __init__(self, pause_s: float) -> None:
+        super().__init__(DIM, DIM)
+        self.pause_s = pause_s
+        self.calls: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(time.monotonic())
+        time.sleep(self.pause_s)
+        return super().forward(x)
+
+
+def cut_in_rows(rank: int, num_ranks: int, schedule: str) -> tuple[list[str], str]:
+    """One rank of two pipelines over equal models, in each of which other layers are slow."""
+    auto.SEARCH_S = 0.5  # this process's own
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipeline"))
+    is_first = mesh["replica"].get_local_rank() == 0
+    slow = (0, 1) if is_first else (4, 5)
+    model = nn.Sequential(*(Slow(0.01 if i in slow else 0.0) for i in range(6)))
+    group = mesh["pipeline"].get_group()
+    for _ in range(2):  # the second is measured anew
+        pipe = Pipeline(
+            model,
+            loss_fn=F.mse_loss,
+            schedule=schedule,
+            split="auto",
+            example=EXAMPLE,
+            n_microbatches=4,
+            group=group,
+        )
+    return [name for name, _ in pipe.named_parameters()], str(pipe.program.ranks)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+def test_replicas_are_cut_alike(schedule: str) -> None:
+    outcomes = [outcome.result() for outcome in run_ranks(cut_in_rows, 4, schedule)]
+    assert outcomes[:2] == outcomes[2:]
+    assert outcomes[0][0] != outcomes[1][0]
+
+
+def measured_when(rank: int, num_ranks: int) -> tuple[float, float]:
+    """The first and the last call of a layer while it is measured."""
+    model = nn.Sequential(*(Slow(0.01) for _ in range(2)))
+    Pipeline(model, loss_fn=F.mse_loss, split="auto", example=EXAMPLE, n_microbatches=2)
+    calls = [call for layer in model for call in layer.calls]
+    return min(calls), max(calls)
+
+
+def test_all_ranks_measure_at_once() -> None:
+    (here, end), (there, other_end) = (o.result() for o in run_ranks(measured_when, 2))
+    shared_s = min(end, other_end) - max(here, there)
+    assert shared_s > 0.8 * (end - here)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+def test_the_forecast_counts_runtime_and_optimizer(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = layers()
+    options: dict[str, Any] = {"example": EXAMPLE, "split": "auto", "schedule": schedule}
+    pipe = Pipeline(model, loss_fn=F.mse_loss, ranks=2, n_microbatches=4, **options)
+    assert pipe.forecast is not None
+    assert 0 < pipe.forecast.optimizer_s < pipe.forecast.step_s < 1.0
+    monkeypatch.setattr(auto, "_runtime_s", lambda spec: 1.0)
+    monkeypatch.setattr(auto, "_update_s", lambda device: 1.0)
+    pipe = Pipeline(model, loss_fn=F.mse_loss, ranks=2, n_microbatches=4, **options)
+    assert pipe.forecast is not None
+    num_bytes = sum(param.nbytes for param in model.parameters())
+    assert pipe.forecast.optimizer_s == num_bytes
+    # Of one process: two stages, four microbatches, a forward and a backward.
+    assert 16.0 < pipe.forecast.step_s < 17.0
+    assert sum(pipe.forecast.peak_bytes) > 4 * num_bytes
+    assert Pipeline(model, loss_fn=F.mse_loss, ranks=2).forecast is None

@@ -18,11 +18,9 @@ from penstock.compat.stage import PipelineStage
 from penstock.errors import PartitionError, ScheduleError
 from penstock.partition.cutting import ModelCut, cut_model
 from penstock.partition.materialize import materialize
-from penstock.partition.plan import Plan
 from penstock.partition.sequential import is_sequence, with_states
 from penstock.partition.spec import SplitSpec, own_loss
 from penstock.partition.ties import SharedBuffers, Tie, find_ties
-from penstock.runtime.comm.process_group import from_first_rank
 from penstock.runtime.config import LossFn, PipelineSpec
 from penstock.schedule.program import Program
 from penstock.schedule.registry import choose_program, directions_of
@@ -46,7 +44,7 @@ class Assembly:
     names: tuple[tuple[str, ...], ...]  # of the modules of every stage; empty if unknown
     ties: Sequence[Tie]
     loss_fn: LossFn | None
-    forecast: Forecast | None  # the predicted time of a step, for a program found by search
+    forecast: Forecast | None  # where the model was measured
     state_names: frozenset[str] | None  # of the whole model; None if other ranks' are unknown
     takes_model_call: bool = False  # the stages accept the model's own call signature
     # The buffers of layers that several stages call, if known of all ranks.
@@ -85,6 +83,10 @@ def assemble(spec: PipelineSpec) -> Assembly:
         virtual=spec.virtual,
         world=None if spec.group is None else spec.group.size(),
     )
+    if where is not None and where.auto:
+        from penstock.auto import balance_stages
+
+        where, forecast = balance_stages(spec, program)
     local: Sequence[int] = range(program.num_stages)
     if spec.group is not None:
         local = program.placement.stages_of(spec.group.rank())
@@ -122,17 +124,6 @@ def assemble(spec: PipelineSpec) -> Assembly:
 def _cut(spec: PipelineSpec, split: SplitSpec | None, program: Program) -> ModelCut:
     """Split the model into the modules of all stages."""
     model, example, device = spec.model, spec.example, spec.device
-    if split is not None and split.auto:
-        from penstock.partition.profile import balanced_plan  # imports the profiler
-
-        # Measured on one rank only, since times differ between ranks.
-        plan = from_first_rank(
-            spec.group,
-            lambda: balanced_plan(
-                model, program, example, device=device, loss_fn=spec.loss_fn
-            ).to_toml(),
-        )
-        split = SplitSpec.parse(Plan.from_toml(plan))
     num = program.placement.num_model_stages
     cut = cut_model(model, split, num, example=example, device=device, method=spec.method)
     return cut if program.num_splits == 1 else replace(cut, modules=with_states(cut.modules))

@@ -1,30 +1,31 @@
-"""Profile, search and log for ``Pipeline(schedule="auto")``.
+"""Measure, choose and forecast for ``Pipeline(split="auto")`` and ``Pipeline(schedule="auto")``.
 
-    model, example ──profile──► costs per stage ─┐
-    messages between ranks ──► latency, bandwidth ┴─search─► program ──Pipeline──► steps
-                                                   │                                │
-                                                   └─ predicted time ───────► log ◄─┘ measured time
+    all ranks at once   messages ──► latency, bandwidth      runtime ──► time per action
+                        model, example ──profile──► costs per block        AdamW ──► time per byte
+    first rank          costs ──balance, search──► split, program ──simulate──► forecast
+    all ranks           ◄── broadcast, alike for replicas of the pipeline
 
-Times differ between ranks. Therefore rank 0 alone measures and searches, and broadcasts the result.
+Ranks measure at once, since a rank whose neighbours idle computes faster than in a step. Times
+differ between ranks. Therefore those of the first rank count.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from importlib.util import find_spec
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.compat.stage import PipelineStage
 from penstock.errors import PartitionError, ScheduleError
 from penstock.partition.balance.balance import balance
 from penstock.partition.balance.costs import BlockCosts, Profile
-from penstock.partition.balance.for_program import costs_of
+from penstock.partition.balance.for_program import balance_for, costs_of
 from penstock.partition.cutting import cut_model
 from penstock.partition.plan import Plan, split_by_counts
 from penstock.partition.profile import measure_model
@@ -34,26 +35,42 @@ from penstock.runtime.comm.process_group import (
     collective_call,
     control_group,
     from_first_rank,
+    from_first_row,
     measure_link,
 )
 from penstock.runtime.config import PipelineSpec
+from penstock.runtime.schedules import ScheduleProgram
 from penstock.schedule.program import Program
-from penstock.schedule.registry import DEFAULT_MICROBATCHES, choose_sizes
+from penstock.schedule.registry import DEFAULT_MICROBATCHES, build, choose_sizes
+from penstock.schedule.text import to_json
 from penstock.search.engine import search
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulation import simulate
 
-__all__ = ["Forecast", "find_program"]
+__all__ = ["Forecast", "balance_stages", "find_program"]
 
 logger = logging.getLogger(__name__)
 
 SEARCH_S = 10.0
 _NUM_LOGGED_STEPS = 3
+# Of the runtime's pipeline, and of the tensors that AdamW updates, in bytes.
+_NUM_MICROBATCHES, _NUM_RUNS, _UPDATED_BYTES = 16, 5, 1 << 26
 
 
 @dataclass(slots=True, kw_only=True)
 class Forecast:
-    """The predicted time of a step."""
+    """The predicted time and memory of a step.
+
+    Attributes:
+        step_s: the time of ``Pipeline.step``; in one process, of all ranks in turn.
+        optimizer_s: the time of an update by AdamW, on the rank with the most parameters.
+        peak_bytes: per rank its parameters, their gradients, AdamW's two moments, and its
+            activations at their peak.
+    """
 
     step_s: float
+    optimizer_s: float
+    peak_bytes: tuple[float, ...]
     is_alone: bool  # one process runs all ranks in turn
     device: torch.device  # to synchronize
     num_steps: int = 0  # the steps so far
@@ -76,12 +93,41 @@ class Forecast:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """A model on this machine: its blocks' costs, and the costs beside them."""
+
+    profile: Profile
+    link: Link | None  # None if all ranks are in this process
+    runtime_s: float  # per forward or backward
+    update_s: float  # per byte of parameters
+
+    def costs_of(self, stages: Sequence[Sequence[BlockCosts]]) -> Costs:
+        """The costs of stages with these blocks, with messages and runtime."""
+        costs = costs_of(stages)
+        names = ("forward", "input_grad")
+        ops = {n: [s + self.runtime_s for s in costs.per_stage(n, num_stages=len(stages))] for n in names}
+        costs = replace(costs, **ops)
+        if self.link is None:
+            return costs
+        return replace(costs, latency=self.link.latency_s, bandwidth=self.link.bandwidth)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """A program, the plan of its stages if they were balanced here, and its forecast."""
+
+    program: Program
+    plan: Plan | None
+    forecast: Forecast
+
+
 def find_program(
     spec: PipelineSpec, split: SplitSpec | None, num_stages: int | None
 ) -> tuple[Program, SplitSpec | None, Forecast]:
     """Search for the fastest program for a model's stages, as profiled on this machine.
 
-    Runs the whole model on the example a few times, on the first rank. Preserves its state, its
+    Runs the whole model on the example a few times, on every rank. Preserves its state, its
     gradients and the random number generators.
 
     Returns:
@@ -108,47 +154,187 @@ def find_program(
         "schedule='auto'", default_virtual=1, num_stages=num_stages, virtual=spec.virtual,
         ranks=spec.ranks if group is None else group.size(),
     )  # fmt: skip
-    link = None
-    if group is not None:
-        with collective_call(control_group(group), "Pipeline()"):
-            link = measure_link(group, spec.device)
-    program, plan, step_s = from_first_rank(group, lambda: _find(spec, split, ranks, virtual, link))
-    if plan is not None:
-        split = SplitSpec.parse(plan)
-    return program, split, Forecast(step_s=step_s, is_alone=group is None, device=spec.device)
+    subject = (ranks, virtual, spec.n_microbatches, spec.memory_limit, split)
+    found = _choose(spec, subject, lambda measured: _search(spec, split, ranks, virtual, measured))
+    if found.plan is not None:
+        split = SplitSpec.parse(found.plan)
+    return found.program, split, found.forecast
 
 
-def _find(
-    spec: PipelineSpec, split: SplitSpec | None, ranks: int, virtual: int, link: Link | None
-) -> tuple[Program, Plan | None, float]:
-    """Search on the first rank: the program, the plan of the stages if they were balanced here,
-    and the predicted time of a step."""
+def balance_stages(spec: PipelineSpec, program: Program) -> tuple[SplitSpec, Forecast]:
+    """Balance a model's stages for a program, as profiled on this machine.
+
+    Raises:
+        PartitionError: the example is missing, there are too few blocks, or the model can't be
+            profiled.
+    """
+    if spec.example is None:
+        raise PartitionError(
+            "split='auto' measures the model: pass example=, one microbatch as a tuple of "
+            "positional or a dict of keyword arguments"
+        )
+    found = _choose(spec, to_json(program), lambda measured: _balance(spec, program, measured))
+    assert found.plan is not None
+    return SplitSpec.parse(found.plan), found.forecast
+
+
+def _choose(
+    spec: PipelineSpec, request: object, choose: Callable[[_Measured], _Choice]
+) -> _Choice:
+    """Measure on all ranks at once, and choose on the first, alike for replicas."""
+    group, model, link = spec.group, spec.model, None
+    if group is None:
+        return choose(_measure(spec, None))
+    with collective_call(control_group(group), "Pipeline()"):
+        link = measure_link(group, spec.device)
+    if group.rank() > 0:
+        try:
+            _measure(spec, link)
+        except Exception as error:  # the first rank raises, or steps do
+            logger.debug("auto: rank %d could not measure: %s", group.rank(), error)
+    modules = [model] if isinstance(model, nn.Module) else model
+    shapes = [(name, p.shape) for module in modules for name, p in module.named_parameters()]
+    choice = from_first_rank(
+        group,
+        lambda: from_first_row(group, (shapes, request), lambda: choose(_measure(spec, link))),
+    )
+    return replace(choice, forecast=replace(choice.forecast, device=spec.device))
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def _measure(spec: PipelineSpec, link: Link | None) -> _Measured:
     assert spec.example is not None
+    runtime_s = _runtime_s(spec)  # before what may raise on one rank, as it counts schedules
+    return _Measured(
+        profile=measure_model(spec.model, spec.example, device=spec.device, loss_fn=spec.loss_fn),
+        link=link,
+        runtime_s=runtime_s,
+        update_s=_update_s(spec.device),
+    )
+
+
+class _Through(nn.Module):
+    """Multiplies by a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def _runtime_s(spec: PipelineSpec) -> float:
+    """The time of a forward or backward in the runtime, beyond that in a plain loop."""
+    num, device = _NUM_MICROBATCHES, spec.device
+    layers = [_Through().to(device) for _ in range(2)]
+    stages = [PipelineStage(layer, i, 2, device, group=spec.group) for i, layer in enumerate(layers)]
+    program = build("1f1b", ranks=2, microbatches=num)
+    inputs, target = torch.ones(num, 1, device=device), torch.zeros(num, 1, device=device)
+    loss_fn = nn.functional.mse_loss
+    schedule = ScheduleProgram(stages, program, loss_fn, is_single_process=True)
+
+    def plain() -> None:
+        for x, y in zip(inputs.chunk(num), target.chunk(num), strict=True):
+            (loss_fn(layers[1](layers[0](x)), y) / num).backward()
+
+    def piped() -> None:
+        schedule.step(inputs, target=target, return_outputs=False)
+
+    return max(0.0, _least_s(piped, device) - _least_s(plain, device)) / (4 * num)
+
+
+def _update_s(device: torch.device) -> float:
+    """The time of AdamW per byte of parameters."""
+    params = [nn.Parameter(torch.zeros(1 << 18, device=device)) for _ in range(16)]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    taken = _least_s(torch.optim.AdamW(params).step, device)
+    return taken / sum(param.nbytes for param in params)
+
+
+def _least_s(run: Callable[[], object], device: torch.device) -> float:
+    """The shortest time of several runs."""
+    times = []
+    for _ in range(1 + _NUM_RUNS):
+        started = time.perf_counter()
+        run()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+# --- choosing ------------------------------------------------------------------------------------
+
+
+def _balance(spec: PipelineSpec, program: Program, measured: _Measured) -> _Choice:
+    found = balance_for(measured.profile, program)
+    logger.info(
+        "split='auto': blocks per stage %s; the busiest rank takes %.3g s per microbatch, all "
+        "together %.3g s", list(found.counts), found.bottleneck_s, sum(found.rank_time_s),
+    )  # fmt: skip
+    plan = measured.profile.plan(found.counts, made=f"balanced on this machine, for {program.name}")
+    placement = program.placement
+    groups = split_by_counts(measured.profile.blocks, found.counts)
+    directions = placement.num_stages // placement.num_model_stages
+    return _Choice(
+        program=program, plan=plan, forecast=_forecast(spec, program, groups * directions, measured)
+    )
+
+
+def _search(
+    spec: PipelineSpec, split: SplitSpec | None, ranks: int, virtual: int, measured: _Measured
+) -> _Choice:
     num_stages = ranks * virtual
-    measured = measure_model(spec.model, spec.example, device=spec.device, loss_fn=spec.loss_fn)
     plan: Plan | None = None
     if split is not None and split.auto:
-        counts = balance(measured, num_stages).counts
-        plan = measured.plan(counts, made="balanced on this machine")
-        groups = split_by_counts(measured.blocks, counts)
+        counts = balance(measured.profile, num_stages).counts
+        plan = measured.profile.plan(counts, made="balanced on this machine")
+        groups = split_by_counts(measured.profile.blocks, counts)
     else:
-        groups = _by_stage(spec, split, measured, num_stages)
-    costs = costs_of(groups)
-    if link is not None:
-        costs = replace(costs, latency=link.latency_s, bandwidth=link.bandwidth)
-        logger.info("auto: messages take %.4g s, and %.4g bytes/s", *astuple(link))
+        groups = _by_stage(spec, split, measured.profile, num_stages)
+    if measured.link is not None:
+        logger.info("auto: messages take %.4g s, and %.4g bytes/s", *astuple(measured.link))
     result = search(
-        costs, ranks=ranks, microbatches=spec.n_microbatches or DEFAULT_MICROBATCHES,
-        virtual=virtual, memory_limit=spec.memory_limit, time_limit_s=SEARCH_S,
+        measured.costs_of(groups), ranks=ranks, virtual=virtual,
+        microbatches=spec.n_microbatches or DEFAULT_MICROBATCHES,
+        memory_limit=spec.memory_limit, time_limit_s=SEARCH_S,
         recompute=spec.memory_limit is not None, exact=find_spec("ortools") is not None,
     )  # fmt: skip
     logger.info(
         "auto: %s; step %.4g s predicted, at least %.4g s; %.4g bytes of activations at most",
         result.method, result.value, result.bound, result.peak,
     )  # fmt: skip
+    return _Choice(
+        program=result.program,
+        plan=plan,
+        forecast=_forecast(spec, result.program, groups, measured),
+    )
+
+
+def _forecast(
+    spec: PipelineSpec,
+    program: Program,
+    groups: Sequence[Sequence[BlockCosts]],
+    measured: _Measured,
+) -> Forecast:
+    """The forecast of a program over stages with these blocks."""
+    simulated = simulate(program, measured.costs_of(groups))
+    owned = [sum(block.parameter_bytes for block in group) for group in groups]
+    stages_of = program.placement.stages_of
+    held = [sum(owned[i] for i in stages_of(rank)) for rank in range(program.num_ranks)]
     # One process runs all ranks in turn, and so takes their busy times together.
-    simulated = result.simulation
-    return result.program, plan, simulated.busy if spec.group is None else simulated.makespan
+    alone = spec.group is None
+    return Forecast(
+        step_s=simulated.busy if alone else simulated.makespan,
+        optimizer_s=measured.update_s * (sum(held) if alone else max(held)),
+        peak_bytes=tuple(4 * p + a for p, a in zip(held, simulated.peak_bytes, strict=True)),
+        is_alone=alone,
+        device=spec.device,
+    )
 
 
 def _by_stage(

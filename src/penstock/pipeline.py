@@ -33,6 +33,7 @@ from penstock.training.model_state import ModelState
 
 if TYPE_CHECKING:
     from penstock.assembly import ModelOrStages
+    from penstock.auto import Forecast
     from penstock.partition.spec import Example, Split
 
 __all__ = ["Pipeline"]
@@ -278,6 +279,11 @@ class Pipeline(ModelState):
     def metrics(self) -> list[Any]:
         """The loss function's metrics by microbatch, on the rank that computed them."""
         return self._schedule.metrics
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """The predicted time and memory of a step; None without an ``"auto"``."""
+        return self._forecast
 
     @folds_tracebacks
     def trace(self) -> Trace:

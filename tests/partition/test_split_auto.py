@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock import Pipeline
+from penstock import Pipeline, auto
 from penstock.partition import profile as profiling
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.for_program import balance_for
@@ -147,8 +147,6 @@ def test_a_loss_that_is_a_module_is_left_unchanged() -> None:
 def test_a_slow_loss_makes_the_last_stage_small(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock import auto
-
     monkeypatch.setattr(auto, "SEARCH_S", 0.5)
 
     def slow(output: Tensor, target: Tensor) -> Tensor:
@@ -189,7 +187,7 @@ def test_the_stages_of_a_rank_are_weighed_together(
         for name, x in long.items()
     ]
     costs = Profile(blocks=tuple(blocks))
-    monkeypatch.setattr(profiling, "measure_model", lambda *args, **options: costs)
+    monkeypatch.setattr(auto, "measure_model", lambda *args, **options: costs)
     pipe = Pipeline(
         Row(),
         schedule=schedule,

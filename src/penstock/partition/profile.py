@@ -26,11 +26,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.compat.stage import PipelineStage
 from penstock.errors import PartitionError
 from penstock.partition.balance.costs import BlockCosts, Profile
-from penstock.partition.balance.for_program import balance_for
 from penstock.partition.blocks import Block, LeafModule, gather, leaf_modules
 from penstock.partition.forward.by_module import tensors_between
 from penstock.partition.forward.module_state import ModuleSnapshot
-from penstock.partition.plan import Plan
 from penstock.partition.profiled_model import (
     Chained,
     ProfiledModel,
@@ -43,11 +41,10 @@ from penstock.partition.profiled_model import (
 )
 from penstock.partition.sequential import is_sequence
 from penstock.partition.spec import Example, describe
-from penstock.schedule.program import Program
 from penstock.stage.pytree import map_tensors, tensors_of
 from penstock.stage.rng import preserve_rng_state
 
-__all__ = ["OnProgress", "balanced_plan", "measure_model", "profile"]
+__all__ = ["OnProgress", "measure_model", "profile"]
 
 logger = logging.getLogger(__name__)
 
@@ -211,33 +208,6 @@ def _machine(device: torch.device) -> str:
 
 
 # --- as Pipeline measures -----------------------------------------------------------------------
-
-
-def balanced_plan(
-    model: nn.Module | Sequence[nn.Module],
-    program: Program,
-    example: Example | None,
-    *,
-    device: torch.device,
-    loss_fn: Callable[..., Any] | None = None,
-) -> Plan:
-    """The plan of ``split="auto"``: measured as by ``measure_model``, balanced for a program.
-
-    Raises:
-        PartitionError: the example is missing, or there are too few blocks.
-    """
-    if example is None:
-        raise PartitionError(
-            "split='auto' measures the model: pass example=, one microbatch as a tuple of "
-            "positional or a dict of keyword arguments"
-        )
-    measured = measure_model(model, example, device=device, loss_fn=loss_fn)
-    found = balance_for(measured, program)
-    logger.info(
-        "split='auto': blocks per stage %s; the busiest rank takes %.3g s per microbatch, all "
-        "together %.3g s", list(found.counts), found.bottleneck_s, sum(found.rank_time_s),
-    )  # fmt: skip
-    return measured.plan(found.counts, made=f"balanced on this machine, for {program.name}")
 
 
 def measure_model(

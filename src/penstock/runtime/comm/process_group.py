@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 import os
+import pickle
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock._torch_compat import takes_cpu_tensors
-from penstock.cause import default_group, own_group
+from penstock.cause import default_group, own_group, store_of
 from penstock.errors import PenstockError, ScheduleError, StageError
 from penstock.runtime.comm.c10d import C10dTransport, control_group
 from penstock.runtime.comm.nccl import NcclTransport
@@ -30,6 +34,7 @@ __all__ = [
     "collective_call",
     "control_group",
     "from_first_rank",
+    "from_first_row",
     "gather_objects",
     "make_transport",
     "measure_link",
@@ -150,6 +155,24 @@ def _transport(
         raise raised from error
     finally:
         transport.close()
+
+
+def from_first_row(group: dist.ProcessGroup, subject: object, make: Callable[[], T]) -> T:
+    """The result of ``make`` in the first pipeline of the job that has one for an equal ``subject``.
+
+    Called on one rank of each pipeline. Replicas of a pipeline call it alike, over other groups, and
+    get equal results without waiting for each other. Its n-th calls for a subject belong together.
+    """
+    made = make()
+    if group.size() == dist.get_world_size():
+        return made
+    store = store_of(group)
+    name = f"penstock/rows/{hashlib.sha256(repr(subject).encode()).hexdigest()[:16]}"
+    number = store.add(f"{name}/{dist.get_rank()}", 1)
+    text = base64.b85encode(zlib.compress(pickle.dumps(made))).decode()
+    first = store.compare_set(f"{name}/made/{number}", "", text)
+    result: T = pickle.loads(zlib.decompress(base64.b85decode(first)))
+    return result
 
 
 def from_first_rank(group: dist.ProcessGroup | None, make: Callable[[], T]) -> T:
