@@ -245,16 +245,18 @@ def test_messages_between_processes_count() -> None:
 # --- one measurement for all --------------------------------------------------------------------
 
 
+CALLS: list[float] = []  # when a slow layer of this process was called
+
+
 class Slow(nn.Linear):
-    """A layer that takes a while, and records when it was called."""
+    """A layer that takes a while."""
 
     def __init__(self, pause_s: float) -> None:
         super().__init__(DIM, DIM)
         self.pause_s = pause_s
-        self.calls: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls.append(time.monotonic())
+        CALLS.append(time.monotonic())
         time.sleep(self.pause_s)
         return super().forward(x)
 
@@ -291,8 +293,7 @@ def measured_when(rank: int, num_ranks: int) -> tuple[float, float]:
     """The first and the last call of a layer while it is measured."""
     model = nn.Sequential(*(Slow(0.01) for _ in range(2)))
     Pipeline(model, loss_fn=F.mse_loss, split="auto", example=EXAMPLE, n_microbatches=2)
-    calls = [call for layer in model for call in layer.calls]
-    return min(calls), max(calls)
+    return min(CALLS), max(CALLS)
 
 
 def test_all_ranks_measure_at_once() -> None:

@@ -257,15 +257,20 @@ class ObservedPass:
         if segment is None:
             return
         tensors = list(tensors_of(output))
+        # Without a reference to this pass, which would keep the graph until the garbage collection.
+        arrive = partial(_arrive, self._arrivals, segment, self._profiled.stamp)
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._arrive(segment))  # type: ignore[no-untyped-call]
+                tensor.register_hook(arrive)  # type: ignore[no-untyped-call]
         if self.keeps_outputs:
             self.outputs[segment] = tensors
 
-    def _arrive(self, segment: int) -> None:
-        if segment not in self._arrivals:
-            self._arrivals[segment] = self._profiled.stamp()
+
+def _arrive(
+    arrivals: dict[int, float], segment: int, stamp: Callable[[], float], grad: Tensor
+) -> None:
+    if segment not in arrivals:
+        arrivals[segment] = stamp()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
