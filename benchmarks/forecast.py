@@ -44,7 +44,9 @@ def measure_forecasts(rounds: int, steps: int = STEPS) -> list[Figure]:
     """Predicted and measured times, and the errors of time and memory."""
     figures = []
     for model, schedule in CASES:
-        outcomes = run_ranks(predict_and_train, RANKS, model, schedule, rounds, steps, timeout_s=1800)
+        outcomes = run_ranks(
+            predict_and_train, RANKS, model, schedule, rounds, steps, timeout_s=1800
+        )
         by_rank = [outcome.result() for outcome in outcomes]
         times, group, name = by_rank[0]["times"], "forecast", f"{model}, {schedule}"
         errors = sorted(predicted / measured - 1 for predicted, measured in times)

@@ -40,6 +40,7 @@ from penstock.runtime.comm.process_group import (
 )
 from penstock.runtime.config import PipelineSpec
 from penstock.runtime.schedules import ScheduleProgram
+from penstock.schedule.action import Op
 from penstock.schedule.program import Program
 from penstock.schedule.registry import DEFAULT_MICROBATCHES, build, choose_sizes
 from penstock.schedule.text import to_json
@@ -102,12 +103,29 @@ class _Measured:
     runtime_s: float  # per forward or backward
     update_s: float  # per byte of parameters
 
-    def costs_of(self, stages: Sequence[Sequence[BlockCosts]]) -> Costs:
-        """The costs of stages with these blocks, with messages and runtime."""
-        costs = costs_of(stages)
-        names = ("forward", "input_grad")
-        ops = {n: [s + self.runtime_s for s in costs.per_stage(n, num_stages=len(stages))] for n in names}
-        costs = replace(costs, **ops)
+    def costs_of(
+        self, stages: Sequence[Sequence[BlockCosts]], program: Program | None = None
+    ) -> Costs:
+        """The costs of stages with these blocks, with messages and runtime; as a program splits
+        their backwards, if it is known."""
+        costs, num = costs_of(stages), len(stages)
+        names = ("forward", "input_grad", "weight_grad")
+        times = list(zip(*(costs.per_stage(name, num_stages=num) for name in names), strict=True))
+        if program is not None:
+            split = {a.stage for a in program.actions() if a.op is Op.WEIGHT_GRAD}
+            for i, blocks in enumerate(stages):
+                forward, backward = times[i][0], sum(block.backward_s for block in blocks)
+                if i not in split:
+                    times[i] = forward, backward, 0.0
+                elif i in program.placement.entries:  # W runs the whole backward
+                    times[i] = forward, 0.0, backward
+                else:
+                    deferral = sum(block.deferral_s for block in blocks)
+                    times[i] = forward + deferral, *times[i][1:]
+        ops = ([f + self.runtime_s for f, _, _ in times], [i + self.runtime_s for _, i, _ in times])
+        costs = replace(
+            costs, forward=ops[0], input_grad=ops[1], weight_grad=[w for *_, w in times]
+        )
         if self.link is None:
             return costs
         return replace(costs, latency=self.link.latency_s, bandwidth=self.link.bandwidth)
@@ -178,9 +196,7 @@ def balance_stages(spec: PipelineSpec, program: Program) -> tuple[SplitSpec, For
     return SplitSpec.parse(found.plan), found.forecast
 
 
-def _choose(
-    spec: PipelineSpec, request: object, choose: Callable[[_Measured], _Choice]
-) -> _Choice:
+def _choose(spec: PipelineSpec, request: object, choose: Callable[[_Measured], _Choice]) -> _Choice:
     """Measure on all ranks at once, and choose on the first, alike for replicas."""
     group, model, link = spec.group, spec.model, None
     if group is None:
@@ -230,7 +246,9 @@ def _runtime_s(spec: PipelineSpec) -> float:
     """The time of a forward or backward in the runtime, beyond that in a plain loop."""
     num, device = _NUM_MICROBATCHES, spec.device
     layers = [_Through().to(device) for _ in range(2)]
-    stages = [PipelineStage(layer, i, 2, device, group=spec.group) for i, layer in enumerate(layers)]
+    stages = [
+        PipelineStage(layer, i, 2, device, group=spec.group) for i, layer in enumerate(layers)
+    ]
     program = build("1f1b", ranks=2, microbatches=num)
     inputs, target = torch.ones(num, 1, device=device), torch.zeros(num, 1, device=device)
     loss_fn = nn.functional.mse_loss
@@ -238,7 +256,7 @@ def _runtime_s(spec: PipelineSpec) -> float:
 
     def plain() -> None:
         for x, y in zip(inputs.chunk(num), target.chunk(num), strict=True):
-            (loss_fn(layers[1](layers[0](x)), y) / num).backward()
+            torch.autograd.backward(loss_fn(layers[1](layers[0](x)), y) / num)
 
     def piped() -> None:
         schedule.step(inputs, target=target, return_outputs=False)
@@ -322,7 +340,7 @@ def _forecast(
     measured: _Measured,
 ) -> Forecast:
     """The forecast of a program over stages with these blocks."""
-    simulated = simulate(program, measured.costs_of(groups))
+    simulated = simulate(program, measured.costs_of(groups, program))
     owned = [sum(block.parameter_bytes for block in group) for group in groups]
     stages_of = program.placement.stages_of
     held = [sum(owned[i] for i in stages_of(rank)) for rank in range(program.num_ranks)]

@@ -118,7 +118,7 @@ def profile(
 def _measure(
     profiled: ProfiledModel, runs: int, report: OnProgress
 ) -> tuple[ProfileRun, list[Times]]:
-    """One run without timing; and the median times of F, I and W over runs after a warm-up."""
+    """One run without timing; and the medians of ``measure_times`` over runs after a warm-up."""
     report(0, runs + 2, "which blocks run when")
     with preserve_rng_state(profiled.device), torch.enable_grad():
         run = profiled.on_own_state(lambda: run_profiled(profiled))
@@ -182,7 +182,9 @@ def _costs_of(
     names = [leaf.name for leaf in block.leaves]
     segments = [segment for segment, name in enumerate(run.order) if name in names]
     params = {id(p): p for leaf in block.leaves for p in leaf.module.parameters()}.values()
-    forward_s, input_grad_s, weight_grad_s = (sum(t[i] for i in segments) for t in medians)
+    forward_s, backward_s, deferring_s, input_grad_s, weight_grad_s = (
+        sum(times[i] for i in segments) for times in medians
+    )
     return BlockCosts(
         modules=(*loose, *names),
         kind=block.kind,
@@ -190,6 +192,8 @@ def _costs_of(
         forward_s=forward_s,
         input_grad_s=input_grad_s,
         weight_grad_s=weight_grad_s,
+        backward_s=backward_s,
+        deferral_s=max(0.0, deferring_s - forward_s),
         activation_bytes=sum(run.kept_bytes[i] for i in segments),
         parameters=sum(p.numel() for p in params),
         parameter_bytes=sum(param.nbytes for param in params),

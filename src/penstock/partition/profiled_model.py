@@ -3,12 +3,12 @@
     segments  │ embed │ layer 0 │ layer 1 │ head   │    from the first call of a leaf module to the
                                                         next one's: what runs between counts before
     F         │ embed │ layer 0 │ layer 1 │ head   │    a stamp where a segment begins
-    I         │ head  │ layer 1 │ layer 0 │ embed  │    ... and where a gradient reaches its output
+    B, I      │ head  │ layer 1 │ layer 0 │ embed  │    ... and where a gradient reaches its output
     W         │ head  │ layer 1 │ layer 0 │ embed  │    ... and where its weight gradients come
 
-F is measured on the plain model; I and W on a model that defers its weight gradients. The model
-runs on parameters that share its memory, so that its gradients and hooks stay untouched, and on
-copies of its buffers.
+F and B are measured on the plain model; F, I and W on a model that defers its weight gradients,
+where F takes a little longer. The model runs on parameters that share its memory, so that its
+gradients and hooks stay untouched, and on copies of its buffers.
 """
 
 from __future__ import annotations
@@ -173,34 +173,35 @@ class Chained(nn.Module):
 class ObservedPass:
     """One forward and backward of a profiled model, observed by segment.
 
-    ``mark`` is called where a segment begins, before its leaf module runs; the clock by default.
+    ``mark`` is called where a segment begins, before its leaf module runs.
 
     Attributes:
         order: the names of the leaf modules whose segments have begun.
         marks: per segment, the result of ``mark``.
         outputs: per segment, the output tensors of its leaf module, if ``keeps_outputs``.
-        begin_s, end_s: the stamps around the forward.
     """
 
-    def __init__(self, profiled: ProfiledModel, mark: Callable[[], Any] | None = None) -> None:
+    def __init__(self, profiled: ProfiledModel, mark: Callable[[], Any] = lambda: None) -> None:
         self.order: list[str] = []
         self.marks: list[Any] = []
         self.outputs: dict[int, list[Tensor]] = {}
         self.keeps_outputs = False
         self._profiled = profiled
-        self._mark = mark or profiled.stamp
+        self._mark = mark
+        self._begun: list[float] = []
         self._names: dict[nn.Module, list[str]] = {}
         for leaf in profiled.leaves:
             self._names.setdefault(leaf.module, []).append(leaf.name)
         self._calls: list[int | None] = []
         self._arrivals: dict[int, float] = {}
 
-    def forward(self) -> None:
-        """Run the forward, within ``on_own_state``."""
+    def forward(self) -> Times:
+        """Run the forward, within ``on_own_state``; return the time of each segment's."""
         with self._watching():
-            self.begin_s = self._profiled.stamp()
+            begin_s = self._profiled.stamp()
             self._roots, self._grads = self._profiled.forward()
-            self.end_s = self._profiled.stamp()
+            end_s = self._profiled.stamp()
+        return tuple(b - a for a, b in pairwise([begin_s, *self._begun[1:], end_s]))
 
     def backward(self) -> Times:
         """Run the backward; return the time of each segment's.
@@ -251,6 +252,7 @@ class ObservedPass:
         if names:
             self.order.append(names.pop(0))
             self.marks.append(self._mark())
+            self._begun.append(self._profiled.stamp())
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         segment = self._calls.pop()
@@ -258,7 +260,7 @@ class ObservedPass:
             return
         tensors = list(tensors_of(output))
         # Without a reference to this pass, which would keep the graph until the garbage collection.
-        arrive = partial(_arrive, self._arrivals, segment, self._profiled.stamp)
+        arrive = partial(_arrive, self._arrivals, segment, self._profiled)
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(arrive)  # type: ignore[no-untyped-call]
@@ -267,10 +269,10 @@ class ObservedPass:
 
 
 def _arrive(
-    arrivals: dict[int, float], segment: int, stamp: Callable[[], float], grad: Tensor
+    arrivals: dict[int, float], segment: int, profiled: ProfiledModel, grad: Tensor
 ) -> None:
     if segment not in arrivals:
-        arrivals[segment] = stamp()
+        arrivals[segment] = profiled.stamp()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -336,31 +338,31 @@ def _undeferred(profiled: ProfiledModel) -> tuple[nn.Parameter, ...] | None:
     return tuple(found)
 
 
-def measure_times(profiled: ProfiledModel, run: ProfileRun) -> tuple[Times, Times, Times]:
-    """Measure the time of each segment's F, I and W, within ``on_own_state``."""
+def measure_times(profiled: ProfiledModel, run: ProfileRun) -> tuple[Times, ...]:
+    """Measure each segment's F and B, and F, I and W of a split backward, within
+    ``on_own_state``."""
     observed = ObservedPass(profiled)
-    observed.forward()
+    forward = observed.forward()
     if tuple(observed.order) != run.order:
         raise PartitionError(
             f"the {type(profiled.model).__name__} runs {len(observed.order)} blocks where it ran "
             f"{len(run.order)} before; switch off what drops layers at random, or call eval()"
         )
-    stamps = [observed.begin_s, *observed.marks[1:], observed.end_s]
-    forward = tuple(b - a for a, b in pairwise(stamps))
+    backward = observed.backward()
     if run.undeferred is None:
-        return forward, observed.backward(), (0.0,) * len(run.order)
+        return forward, backward, forward, backward, (0.0,) * len(run.order)
     del observed
-    return forward, *_time_split_backward(profiled, run.undeferred)
+    return forward, backward, *_time_split_backward(profiled, run.undeferred)
 
 
 def _time_split_backward(
     profiled: ProfiledModel, undeferred: Sequence[nn.Parameter]
-) -> tuple[Times, Times]:
-    """The times of each segment's I and W."""
+) -> tuple[Times, Times, Times]:
+    """The times of each segment's F, I and W."""
     work = DeferredGrads(undeferred, compiled_parts(profiled.model))
     observed = ObservedPass(profiled, mark=lambda: len(work.records))
     with work:
-        observed.forward()
+        forward_times = observed.forward()
     with work:
         input_times = observed.backward()
     weight_times = []
@@ -369,4 +371,4 @@ def _time_split_backward(
         start = profiled.stamp()
         accumulate(part)
         weight_times.append(profiled.stamp() - start)
-    return input_times, tuple(reversed(weight_times))
+    return forward_times, input_times, tuple(reversed(weight_times))

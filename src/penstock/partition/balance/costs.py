@@ -36,8 +36,8 @@ FORMAT = 1
 LEAST_SAMPLE = 3
 TEXTS = ("model", "machine", "example")
 NUMBERS = (
-    "forward_s", "input_grad_s", "weight_grad_s", "activation_bytes", "parameters",
-    "parameter_bytes", "sent_bytes",
+    "forward_s", "input_grad_s", "weight_grad_s", "backward_s", "deferral_s", "activation_bytes",
+    "parameters", "parameter_bytes", "sent_bytes",
 )  # fmt: skip
 
 
@@ -71,6 +71,8 @@ class BlockCosts:
         forward_s: the time of its forward F.
         input_grad_s: the time of the input-gradient part I of its backward.
         weight_grad_s: the time of the weight-gradient part W of its backward.
+        backward_s: the time of its full backward B.
+        deferral_s: the time that a forward F takes longer where its backward is split.
         activation_bytes: the bytes that autograd saves per microbatch from F to the backward.
         parameters: the number of elements in its parameters; shared parameters count in every
             block.
@@ -92,6 +94,8 @@ class BlockCosts:
     forward_s: float = 0.0
     input_grad_s: float = 0.0
     weight_grad_s: float = 0.0
+    backward_s: float = 0.0
+    deferral_s: float = 0.0
     activation_bytes: int = 0
     parameters: int = 0
     parameter_bytes: int = 0
@@ -109,7 +113,7 @@ class BlockCosts:
 
     @property
     def time_s(self) -> float:
-        """The time of forward and backward together."""
+        """The time of forward and split backward together."""
         return self.forward_s + self.input_grad_s + self.weight_grad_s
 
 

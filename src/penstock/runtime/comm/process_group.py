@@ -158,10 +158,10 @@ def _transport(
 
 
 def from_first_row(group: dist.ProcessGroup, subject: object, make: Callable[[], T]) -> T:
-    """The result of ``make`` in the first pipeline of the job that has one for an equal ``subject``.
+    """The result of ``make`` in the first pipeline of the job that has one for ``subject``.
 
-    Called on one rank of each pipeline. Replicas of a pipeline call it alike, over other groups, and
-    get equal results without waiting for each other. Its n-th calls for a subject belong together.
+    Called on one rank of each pipeline. Replicas of a pipeline call it alike over other groups, and
+    get one result without waiting for each other. The n-th calls for a subject belong together.
     """
     made = make()
     if group.size() == dist.get_world_size():
