@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import logging.handlers
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+import transformers
 
 import penstock
 from penstock.schedule import registry
+from penstock.testing.processes import run_ranks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -34,6 +38,43 @@ def test_the_code_on_a_page_runs_from_top_to_bottom(
     for each in penstock.schedules():
         if each.name not in known:
             registry.remove(each.name)
+
+
+def run_quietly(rank: int, num_ranks: int, code: str) -> list[str]:
+    """What a script logs on this rank."""
+    told = logging.handlers.BufferingHandler(100)
+    logging.getLogger("penstock").addHandler(told)
+    torch.manual_seed(rank)  # a process of its own begins anywhere
+    exec(compile(code, "train.py", "exec"), {"__name__": "page"})
+    return [record.getMessage() for record in told.buffer if record.levelno > logging.INFO]
+
+
+@pytest.mark.parametrize(("heading", "num_ranks"), [("A first script", 2), ("Any model", 4)])
+def test_a_script_of_the_readme_runs_quietly_on_every_rank(heading: str, num_ranks: int) -> None:
+    """As by torchrun, and alone: not after the page's other scripts."""
+    section = PAGES[0].read_text().partition(f"## {heading}\n")[2]
+    code = section.partition("```python\n")[2].partition("```")[0]
+    for outcome in run_ranks(run_quietly, num_ranks, code):
+        assert outcome.result() == []
+
+
+def test_the_plan_of_the_readme_is_given_with_an_example(tmp_path: Path) -> None:
+    """Without one, nothing says that the model computes its loss."""
+    assert 'Pipeline(model, split="plan.toml", example=microbatch)' in PAGES[0].read_text()
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=3, n_head=2)
+    model, ids = transformers.GPT2LMHeadModel(config), torch.randint(64, (8, 8))
+    microbatch, path = {"input_ids": ids[:1], "labels": ids[:1]}, tmp_path / "plan.toml"
+    penstock.Plan(
+        stages=(
+            ("transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h.0"),
+            ("transformer.h.1", "transformer.h.2", "transformer.ln_f", "lm_head"),
+        )
+    ).save(path)
+    without = penstock.Pipeline(model, split=str(path))
+    with pytest.raises(penstock.StageError, match=r"there is no loss.* for the example="):
+        without.step(input_ids=ids, labels=ids)
+    pipe = penstock.Pipeline(model, split=str(path), example=microbatch)
+    assert pipe.step(input_ids=ids, labels=ids) > 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
