@@ -29,8 +29,9 @@ help: ## list the targets
 	@echo "          SCHEDULE=zbv RANKS=4 make demo"
 
 demo: $(VENV)/.demo-installed ## train a small GPT over pipeline stages (a few minutes)
-	@# What can't be built is told in a line, before any process starts.
+	@# What can't be built, or not trained, is told in a line, before any process starts.
 	@$(BIN)/penstock simulate "$(SCHEDULE)" --ranks $(RANKS) --microbatches $(MICROBATCHES) > /dev/null
+	@$(BIN)/python examples/train_gpt.py --check
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py
 
 test: browser ## run the test suite

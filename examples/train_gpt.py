@@ -4,7 +4,8 @@
     python examples/train_gpt.py                           all ranks in this process
 
 Set in the environment: SCHEDULE (1f1b), MICROBATCHES (8), STEPS (120), RANKS (2; torchrun's number
-of processes overrides it), OUT (runs/gpt). The training itself is ``train``; the rest measures it,
+of processes overrides it), OUT (runs/gpt). With ``--check`` it only says whether its model can be
+trained by the schedule. The training itself is ``train``; the rest measures it,
 compares it with a plain loop, and shows what came out.
 """
 
@@ -222,10 +223,26 @@ def report(
         console.print(f"{settings.out / name}: {what}", highlight=False, soft_wrap=True)
 
 
+def refuse_schedule(settings: Settings) -> None:
+    """End with one line where the model can't be trained by the schedule."""
+    name = settings.schedule
+    program = penstock.build(name, ranks=settings.ranks, microbatches=settings.microbatches)
+    if not program.has_backward:
+        sys.exit(f"error: {name} has no backward, and trains nothing; take another SCHEDULE")
+    if program.num_splits > 1:
+        sys.exit(
+            f"error: {name} splits sequences, for which layers take state (docs/sequences.md); "
+            "this GPT's do not: take another SCHEDULE"
+        )
+
+
 def main() -> None:
     """Train, compare, report."""
     torch.set_num_threads(1)
     settings = Settings()
+    refuse_schedule(settings)
+    if "--check" in sys.argv:
+        return
     is_first = int(os.environ.get("RANK", "0")) == 0
     console = Console()
     with contextlib.ExitStack() as stack:

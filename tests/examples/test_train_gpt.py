@@ -61,6 +61,25 @@ def test_all_ranks_in_one_process(tmp_path: Path, run_example: RunExample) -> No
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("schedule", "reason"),
+    [("seq1f1b", "splits sequences, for which layers take state"), ("forward-only", "no backward")],
+)
+@pytest.mark.parametrize("arguments", [[], ["--check"]])
+def test_a_schedule_that_can_not_train_it_is_refused_in_one_line(
+    schedule: str, reason: str, arguments: list[str], run_example: RunExample
+) -> None:
+    with pytest.raises(SystemExit, match=reason) as ended:
+        run_example("train_gpt.py", arguments=arguments, SCHEDULE=schedule)
+    assert isinstance(ended.value.code, str) and "\n" not in ended.value.code
+
+
+def test_the_demo_checks_first_what_it_can_train(run_example: RunExample) -> None:
+    assert run_example("train_gpt.py", arguments=["--check"], SCHEDULE="zbv") == ""
+    demo = (EXAMPLES.parent / "Makefile").read_text().partition("\ndemo:")[2].partition("\n\n")[0]
+    assert demo.index("train_gpt.py --check") < demo.index("torchrun")
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_process_per_rank(tmp_path: Path, run_example: RunExample) -> None:
     output = run_example("train_gpt.py", 2, STEPS="3", OUT=str(tmp_path))
