@@ -47,7 +47,7 @@ def test_layers_that_both_ranks_call_get_the_gradients_of_both(schedule: str) ->
     ]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp in bfloat16"])
 def test_wrapped_stages(kind: str) -> None:
     for outcome in run_ranks(any_model.wrapped, 1, kind):
         outcome.result()

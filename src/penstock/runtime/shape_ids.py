@@ -2,7 +2,8 @@
 
 The first stage's rank computes an id per microbatch, a digest of the inputs' shapes and plain
 values (objects of other types get a new id each step) and of all ranks' *run conditions*: autocast,
-the modules' training mode, which parameters require grad, and keyword arguments on other ranks.
+the modules' classes (which sharding changes) and training mode, which parameters require grad, in
+which dtype, and keyword arguments on other ranks.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ def condition_id(
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     cast = torch.get_autocast_dtype(kind) if casts else None
     modules = [stage.submod for stage in stages]
-    trained = [param.requires_grad for module in modules for param in module.parameters()]
+    params = [(p.requires_grad, p.dtype) for module in modules for p in module.parameters()]
+    kinds = [(type(each), each.training) for module in modules for each in module.modules()]
     named = [_key((), each, step) for each in kwargs] if any(kwargs) else []
-    return _digest((cast, [module.training for module in modules], trained, named))
+    return _digest((cast, kinds, params, named))
 
 
 def shape_ids(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import reprlib
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
@@ -159,16 +160,12 @@ class BoundarySpec:
         leaves, tree = pytree.flatten(pytree.as_args(output))
         if tree != self.tree:
             raise BoundaryError(f"the output's structure is {tree}, expected {self.tree}{_HINT}")
-        for slot, (leaf, expected) in enumerate(zip(leaves, self.leaves, strict=True)):
-            if isinstance(expected, TensorMeta):
-                fits = isinstance(leaf, Tensor) and expected.fits(leaf)
-            else:  # by repr, NaN equals NaN
-                alike = type(leaf) is type(expected)
-                fits = alike and (leaf == expected or repr(leaf) == repr(expected))
-            if not fits:
-                got = str(TensorMeta.of(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
-                wanted = str(expected) if isinstance(expected, TensorMeta) else repr(expected)
-                raise BoundaryError(f"output {slot} is {got}, expected {wanted}{_HINT}")
+        pairs = list(zip(leaves, self.leaves, strict=True))
+        misfits = [slot for slot, pair in enumerate(pairs) if not _fits(*pair)]
+        if misfits:  # tensors first: stages cut by module also send long descriptions of them
+            slot = next((s for s in misfits if isinstance(leaves[s], Tensor)), misfits[0])
+            got, expected = map(_shown, pairs[slot])
+            raise BoundaryError(f"output {slot} is {got}, expected {expected}{_HINT}")
         return [local_part(leaves[i]) for i in self._slots]
 
     def check_static(self, given: BoundarySpec | None, what: str) -> None:
@@ -181,6 +178,17 @@ class BoundarySpec:
                 f"the stage's {what} is {' and '.join(kinds)}, expected {' and '.join(wanted)} as "
                 f"{what}_args says"
             )
+
+    def retyped(self, leaves: Sequence[Any]) -> BoundarySpec:
+        """This description with the dtypes of ``leaves``; itself if they are the same."""
+        pairs = list(zip(self.leaves, leaves, strict=True))
+        if all(not isinstance(m, TensorMeta) or m.dtype is x.dtype for m, x in pairs):
+            return self
+        metas = (
+            dataclasses.replace(meta, dtype=leaf.dtype) if isinstance(meta, TensorMeta) else meta
+            for meta, leaf in pairs
+        )
+        return BoundarySpec(self.tree, tuple(metas), self.shared)
 
     def pack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors as they are sent, see ``TensorMeta.pack``."""
@@ -220,6 +228,18 @@ class BoundarySpec:
 
     def __repr__(self) -> str:
         return f"BoundarySpec({self.tree}, {', '.join(map(str, self.leaves))})"
+
+
+def _fits(leaf: Any, expected: Any) -> bool:
+    if isinstance(expected, TensorMeta):
+        return isinstance(leaf, Tensor) and expected.fits(leaf)
+    alike = type(leaf) is type(expected)
+    return alike and (leaf == expected or repr(leaf) == repr(expected))  # NaN equals NaN
+
+
+def _shown(leaf: Any) -> str:
+    leaf = TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf
+    return str(leaf) if isinstance(leaf, TensorMeta) else reprlib.repr(leaf)
 
 
 _HINT = (

@@ -28,7 +28,7 @@ from penstock.partition.forward.forward_plan import (
 from penstock.partition.forward.forward_trace import ForwardTrace, ForwardTracer
 from penstock.partition.forward.leaf_modules import LeafModules, NotByModule, find_leaf_modules
 from penstock.partition.forward.module_stage import ModuleStage
-from penstock.partition.forward.placeholder import ValueKind, ValueRef
+from penstock.partition.forward.placeholder import ValueRef
 from penstock.partition.huggingface import install_hooks
 from penstock.partition.plan import abbreviate
 from penstock.partition.spec import Example, Split, SplitSpec, as_call
@@ -161,12 +161,8 @@ def tensors_between(
     params = named_tensors(model)
 
     def meta_of(ref: ValueRef) -> TensorMeta:
-        if ref.kind is ValueKind.PARAMETER:
-            return TensorMeta.of(params[ref.name])
-        spec = trace.inputs if ref.kind is ValueKind.INPUT else trace.calls[ref.call].output
-        found = spec.leaves[ref.leaf]
-        assert isinstance(found, TensorMeta), f"{ref} is a tensor"
-        return found
+        meta = trace.meta_of(ref)
+        return TensorMeta.of(params[ref.name]) if meta is None else meta
 
     def crossing(boundary: int) -> tuple[TensorMeta, ...] | None:
         sides = blocks[:boundary], blocks[boundary:]

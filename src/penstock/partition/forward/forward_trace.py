@@ -48,7 +48,7 @@ from penstock.partition.forward.placeholder import (
 from penstock.partition.forward.stage_tree import StageTree, copy_with_tensors, refuse_reads
 from penstock.partition.huggingface import capture_since, mark, replay
 from penstock.partition.spec import own_loss
-from penstock.stage.boundary import BoundarySpec, describe
+from penstock.stage.boundary import BoundarySpec, TensorMeta, describe
 from penstock.stage.pytree import flatten, map_tensors, unflatten
 from penstock.stage.rng import host_random_states, preserve_rng_state
 
@@ -87,6 +87,15 @@ class ForwardTrace:
         frozenset()
     )  # parameters and buffers that the top-level forward writes
 
+    def meta_of(self, ref: ValueRef) -> TensorMeta | None:
+        """The description of an input or an output; None for other values."""
+        if ref.kind not in (ValueKind.INPUT, ValueKind.OUTPUT):
+            return None
+        spec = self.inputs if ref.kind is ValueKind.INPUT else self.calls[ref.call].output
+        meta = spec.leaves[ref.leaf]
+        assert isinstance(meta, TensorMeta), f"{ref} is a tensor"
+        return meta
+
     def first_calls(self) -> dict[str, int]:
         """The first call of each leaf module that was called."""
         return {call.leaf: i for i, call in reversed(list(enumerate(self.calls)))}
@@ -101,6 +110,8 @@ class ForwardTracer:
 
     def __init__(self, leaves: LeafModules, device: torch.device) -> None:
         self._device = device
+        floats = {p.dtype for p in leaves.model.parameters() if p.is_floating_point()}
+        self._dtype = next(iter(floats)) if len(floats) == 1 else None
         self._tree = StageTree(leaves, (), self._call, device)
         for container in self._tree.containers.values():
             for name, value in vars(container).items():
@@ -151,7 +162,9 @@ class ForwardTracer:
             name = f"argument {where[1]}" if where[0] == 0 else ".".join(map(str, where[1:]))
             ref = ValueRef(ValueKind.INPUT, 0, i, name)
             if leaf.is_floating_point():
-                given[i] = self._placeholder(leaf, ref)
+                # Stages may have been cast since; the copies have the model's dtype.
+                meta = on_meta(leaf).to(self._dtype or leaf.dtype)
+                given[i] = self._placeholder(meta, ref)
             else:
                 given[i] = leaf.detach().to(self._device, copy=True)
                 everywhere.add(ref)

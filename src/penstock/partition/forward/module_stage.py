@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NoReturn, TypeAlias
 
@@ -100,7 +101,8 @@ class ModuleStage(nn.Module):
             if key not in self._plans:
                 self._plans[key] = _StagePlan(ForwardPlan.decode(key), self._handler)
             plan = self._plans[key]
-            values = dict(zip(plan.received_refs, tensors, strict=True))
+            pairs = zip(plan.received_refs, tensors, strict=True)
+            values = {ref: plan.restored(ref, value) for ref, value in pairs}
             inputs = {r.leaf: value for r, value in values.items() if r.kind is ValueKind.INPUT}
         args, kwargs = plan.arguments(inputs)
         self._tree.sync_modules()
@@ -145,7 +147,7 @@ class _StagePlan:
     """One stage's part of a ``ForwardPlan``.
 
     Attributes:
-        encoded: the plan of all stages, as it is sent.
+        encoded: the plan of all stages, with the dtypes of the calls so far, as it is sent.
         trace, calls, stages: of that plan.
         is_last: True on the last stage.
         received_refs, sent_refs: the values that arrive, and that are sent on.
@@ -157,8 +159,8 @@ class _StagePlan:
     def __init__(self, plan: ForwardPlan, handler: _StageCallHandler) -> None:
         index, self._device = handler.index, handler.device
         ends = {stage: i + 1 for i, stage in enumerate(plan.stages)}
-        self.encoded, self.stages = plan.encode(), plan.stages
-        self.trace, self.calls = plan.trace, plan.trace.calls
+        self._plan, self.encoded, self.stages = plan, plan.encode(), plan.stages
+        self.trace, self.calls = plan.trace, list(plan.trace.calls)
         self.is_last = index == len(plan.boundary_values)
         self.received_refs = plan.boundary_values[index - 1] if index else ()
         self.sent_refs = () if self.is_last else plan.boundary_values[index]
@@ -178,6 +180,38 @@ class _StagePlan:
                 leaves[i] = make_placeholder(leaf, self._device, ref)
         ((args, kwargs),) = unflatten(self.trace.inputs.tree, leaves)
         return args, kwargs
+
+    def restored(self, ref: ValueRef, value: Tensor) -> Tensor:
+        """A received value in the dtype that its stage computed, since FSDP may cast arguments.
+
+        Raises a PartitionError if the cast has rounded it.
+        """
+        meta = self.trace.meta_of(ref)
+        if meta is None or value.dtype is meta.dtype:
+            return value
+        if torch.promote_types(value.dtype, meta.dtype) is not value.dtype:
+            raise PartitionError(
+                f"{ref} is {meta.dtype}, but the wrapper of the next stage casts it to "
+                f"{value.dtype}, which the whole model would not; shard that stage with "
+                "MixedPrecisionPolicy(cast_forward_inputs=False), and its layers as before"
+            )
+        return value.to(meta.dtype)
+
+    def retype(self, calls: Mapping[int, LeafCall]) -> None:
+        """Adopt the dtypes that calls of this stage have returned, by their index.
+
+        They differ from the trace where the model was sharded or cast after the cut.
+        """
+        for index, call in calls.items():
+            if index < self.rerun_until:
+                raise PartitionError(
+                    f"{call.leaf} returns {call.output.metas[0].dtype} tensors, other ones than in "
+                    "its trace, and earlier stages run the code behind its call; cast or shard "
+                    "the model before it is cut, or cut it so that stages call in turn"
+                )
+            self.calls[index] = call
+        self.trace = replace(self.trace, calls=tuple(self.calls))
+        self.encoded = replace(self._plan, trace=self.trace).encode()
 
     def placeholders(self, index: int) -> list[Any]:
         """The leaves that replace a call's result: placeholders and plain values."""
@@ -221,6 +255,7 @@ class _StageCallHandler:
         the model's output, or None if the forward was left before.
         """
         self._plan, self._values, self._next = plan, values, 0
+        self._retyped: dict[int, LeafCall] = {}
         self._versions = [(list(values), TensorVersions(values.values()))]
         self._has_grad = torch.is_grad_enabled()
         # Re-run top-level code must not advance the RNG.
@@ -231,6 +266,8 @@ class _StageCallHandler:
                 output = forward()
             if self._next < plan.end:
                 raise self._differs(f"{plan.calls[self._next].leaf} is not called any more")
+            if self._retyped:
+                plan.retype(self._retyped)
             for refs, versions in self._versions:
                 for i in versions.written():
                     raise self._error(
@@ -239,7 +276,7 @@ class _StageCallHandler:
                     )
         finally:
             self._plan = None
-            self._values, self._versions = {}, []
+            self._values, self._versions, self._retyped = {}, [], {}
         return output
 
     def _refuse_hook(self, what: str) -> None:
@@ -348,6 +385,9 @@ class _StageCallHandler:
                 f"{call.leaf} returned {_shown(tree, leaves)}, in its trace "
                 f"{_shown(call.output.tree, call.output.leaves)}"
             )
+        output = call.output.retyped(leaves)
+        if output is not call.output:
+            self._retyped[self._next] = replace(call, output=output)
         self._values.update({ref: leaves[ref.leaf] for ref in sent})
         self._versions.append((sent, TensorVersions(leaves[ref.leaf] for ref in sent)))
         for ref in sent:
@@ -359,7 +399,9 @@ class _StageCallHandler:
 
 def _is_like(leaf: Any, traced: Any, any_shape: bool) -> bool:
     if isinstance(leaf, Tensor) and isinstance(traced, TensorMeta):
-        return leaf.dtype is traced.dtype and (any_shape or leaf.shape == traced.shape)
+        are_floats = leaf.is_floating_point() and traced.dtype.is_floating_point
+        same = are_floats or leaf.dtype is traced.dtype
+        return same and (any_shape or leaf.shape == traced.shape)
     return not isinstance(leaf, Tensor) and bool(leaf == traced)
 
 
