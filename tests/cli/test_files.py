@@ -249,7 +249,7 @@ def test_search_finds_proves_and_writes(penstock: Command, tmp_path: Path) -> No
     assert f"makespan {result.makespan:.0f}" in output.out
     assert max(result.peak_in_flight) <= 2
     assert f"wrote {path}" in output.out
-    assert "no program of one copy of the model is " in output.out
+    assert "no program of one copy of the model with 1 stage per rank is " in output.out
     for name in ("found.json", "found.svg"):
         found = str(tmp_path / name)
         assert penstock("search", "-p", "2", "-m", "2", "--time-limit", "1", "-o", found).code == 0

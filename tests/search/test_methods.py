@@ -14,6 +14,7 @@ from penstock import Costs, Op, Program, build, check, simulate
 from penstock.schedule.action import Action, action
 from penstock.schedule.placement import linear, looped, v_shape
 from penstock.schedule.text import format_csv, parse_csv
+from penstock.schedule.workload import schedule_by_priority
 from penstock.search.engine import overlapped
 from penstock.search.exact import improve
 from penstock.search.list_schedule import (
@@ -23,7 +24,6 @@ from penstock.search.list_schedule import (
     in_flight,
     lay_pattern,
     run_pattern,
-    schedule_by_priority,
 )
 from penstock.search.local_search import ExchangedOrder, anneal
 from penstock.search.problem import SearchProblem, TimedOrder
@@ -46,7 +46,7 @@ def test_list_scheduling_with_any_priorities(problem: SearchProblem, random: obj
     drawn = random.random  # type: ignore[attr-defined]
     wishes = [[drawn() for _ in range(problem.num_microbatches)] for _ in range(problem.num_kinds)]
     for patience in (0.0, 1.0):
-        timed = schedule_by_priority(problem, wishes, patience=patience)
+        timed = schedule_by_priority(problem, wishes, patience=[patience] * problem.num_kinds)
         assert_right(problem, timed)
         again = problem.replay(timed.order)
         assert again is not None
@@ -105,6 +105,15 @@ def replayed(problem: SearchProblem, timed: TimedOrder) -> TimedOrder:
     found = problem.replay(timed.order)
     assert found is not None
     return found
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_transfers_that_do_not_overlap_hold_up_their_rank(objective: Any) -> None:
+    costs = Costs(message_bytes=1, bandwidth=2, latency=0.3, transfers_overlap=False)
+    problem = problem_of(v_shape(3), 6, costs=costs, limit=5, objective=objective)
+    timed = run_pattern(problem, PatternParams())
+    result = simulate(problem.program(timed.order, name="x"), costs)
+    assert timed.value == pytest.approx(getattr(result, objective))
 
 
 def test_a_window_for_a_stage_is_kept() -> None:

@@ -12,6 +12,7 @@ import typer
 from penstock.cli import output as out
 from penstock.cli.render import refuse_suffix, write_drawing
 from penstock.cli.settings import Settings, option, with_options
+from penstock.schedule.messages import number_of
 from penstock.schedule.text import save_csv, to_json
 
 if TYPE_CHECKING:
@@ -89,7 +90,10 @@ def search(
 def _print(found: SearchResult, *, among_all: bool) -> None:
     console = out.console()
     others = "" if among_all else "without recomputation or offload, "
-    others += "no program of one copy of the model is"
+    virtual = found.program.num_stages // found.program.num_ranks
+    shape = " in loops" * (virtual > 1) + " or waves" * (virtual % 2 == 0)
+    stages = f"{number_of(virtual, 'stage')} per rank{shape}"
+    others += f"no program of one copy of the model with {stages} is"
     bound = f"{others} below {out.number(found.bound)}: a gap of {found.gap:.2%} at most"
     proof = f"[bold green]{others} better[/]" if found.is_proven else bound
     best = f"[bold]{found.objective} {out.number(found.value)}[/], {proof}; found by {found.method}"

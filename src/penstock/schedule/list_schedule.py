@@ -209,6 +209,7 @@ def list_schedule(
     spare: int | None = None,
     overtake: bool = False,
     costs: tuple[PerStage, PerStage, PerStage] | None = None,
+    delay: Callable[[int, int], float] | None = None,
     within: float = inf,
 ) -> Scheduled:
     """Close the idle time in orders of forwards and backwards, within a memory limit.
@@ -231,7 +232,8 @@ def list_schedule(
             is on its rank's last stage; None to run no forward out of order.
         overtake: True if backwards may run out of order, to complete an order beyond the limit.
         costs: of forwards, input gradients and weight gradients, per stage; 1 each by default.
-        within: a makespan at which to give up, with no order and an infinite makespan.
+        delay: the travel time between two stages; none by default.
+        within: a span of a rank at which to give up, with no order and an infinite makespan.
 
     Raises:
         ScheduleError: the orders don't fit within the limit.
@@ -252,7 +254,7 @@ def list_schedule(
         totals += Counter({kind + stages: totals[kind] for kind in totals if kind >= stages})
     scheduler = ListScheduler(
         ranks=placement.stage_ranks * 3,
-        needs=kind_needs(placement),
+        needs=kind_needs(placement, delay),
         durations=durations,
         totals=[totals[kind] for kind in range(3 * stages)],
     )
@@ -380,5 +382,5 @@ class _InOrder:
         mine.began = min(mine.began, now)
         mine.rest -= end - now
         # With a tolerance, since sums of times depend on their order.
-        if end + mine.rest > self.within * (1 + 1e-9):
+        if end + mine.rest - mine.began > self.within * (1 + 1e-9):
             self.scheduler.stop = True

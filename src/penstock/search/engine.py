@@ -24,14 +24,14 @@ from penstock.schedule.check import problems as problems_in
 from penstock.schedule.passes import merge_backward
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
-from penstock.schedule.registry import build, schedules
+from penstock.schedule.registry import schedules
 from penstock.schedule.rules import COMPUTE, INPUT_GRADS
+from penstock.schedule.workload import schedule_by_priority
 from penstock.search.exact import improve
 from penstock.search.list_schedule import (
     PatternParams,
     PatternSearch,
     run_pattern,
-    schedule_by_priority,
 )
 from penstock.search.local_search import anneal
 from penstock.search.memory_reduction import (
@@ -43,7 +43,7 @@ from penstock.search.memory_reduction import (
 from penstock.search.problem import Objective, Order, SearchProblem, problems_of
 from penstock.search.result import Progress, SearchResult
 from penstock.search.state import Budget, SearchState, meets
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs import Costs, build_for
 
 __all__ = ["overlapped", "search"]
 
@@ -116,8 +116,10 @@ def search(
         progress: a callback that receives the progress now and then.
 
     Returns:
-        The best program, its figures, and a lower bound for programs of one copy of the model;
-        schedules with two copies, such as DualPipe, may be faster.
+        The best program, its figures, and a lower bound for programs of one copy of the model on
+        these placements; schedules with two copies, such as DualPipe, may be faster. Messages that
+        wait for each other (``costs.one_message_at_a_time``) count in all values, but only closed
+        forms and comparisons take them into account: the methods treat messages as delays.
 
     Raises:
         ScheduleError: no program fits the memory limit (the message gives the smallest feasible
@@ -266,8 +268,8 @@ def _closed_forms(state: SearchState) -> None:
     some = state.problems[0]
     placements = [problem.placement for problem in state.problems]
     virtuals = sorted({placement.num_stages // placement.num_ranks for placement in placements})
-    # Schedules that run a search of their own for given costs come last.
-    families = sorted(schedules(), key=lambda family: "forward" in family.options)
+    # Schedules that are built for given costs come last: they take longer.
+    families = sorted(schedules(), key=lambda family: bool(family.costs))
     for family, virtual in product(families, virtuals):
         # In a small step all schedules are tried, so that no result is worse than any of them.
         if some.size > _SMALL and state.is_late(times=2):
@@ -275,7 +277,8 @@ def _closed_forms(state: SearchState) -> None:
         if family.num_directions > 1 or virtual > _CLOSED:
             continue
         try:
-            program = build(
+            program = build_for(
+                some.costs,
                 family.name,
                 ranks=some.placement.num_ranks,
                 microbatches=some.num_microbatches,

@@ -15,14 +15,14 @@ from dataclasses import replace
 from penstock.errors import ScheduleError
 from penstock.schedule.passes import offload, recompute
 from penstock.schedule.program import Program
-from penstock.search.list_schedule import schedule_by_priority
+from penstock.schedule.workload import schedule_by_priority
 from penstock.search.problem import Order, SearchProblem
 from penstock.search.result import Point
 from penstock.search.state import SearchState
 from penstock.simulate.costs import Costs
-from penstock.simulate.simulation import Simulation, simulate
+from penstock.simulate.simulation import simulate
 
-__all__ = ["can_offload", "least_reduced", "peaks_of", "reduce_memory", "refuse_infeasible"]
+__all__ = ["can_offload", "least_reduced", "reduce_memory", "refuse_infeasible"]
 
 # The pass that reduces the memory of some stages, by the argument of ``search`` that allows it.
 _PASSES = {"recompute": recompute, "offload": offload}
@@ -97,7 +97,7 @@ def least_reduced(problems: Sequence[SearchProblem], way: str) -> float:
     for problem in problems:
         one = replace(problem, num_microbatches=1)
         reduced = _PASSES[way](one.program(_one_by_one(one), name="one by one"))
-        found.append(float(max(peaks_of(simulate(reduced, problem.costs)))))
+        found.append(float(max(simulate(reduced, problem.costs).peak_bytes)))
     return min(found)
 
 
@@ -122,7 +122,7 @@ def _reduce(
     while True:
         program = _PASSES[way](base, stages=frozenset(chosen)) if chosen else base
         result = simulate(program, problem.costs)
-        peaks = peaks_of(result)
+        peaks = result.peak_bytes
         full = [rank for rank, peak in enumerate(peaks) if peak > problem.most]
         if not full:
             break
@@ -139,9 +139,3 @@ def _reduce(
                 method=f"{way}, after {method}",
             )
         )
-
-
-def peaks_of(result: Simulation) -> Sequence[float]:
-    """The peak memory of each rank, in the unit of a memory limit."""
-    counted = result.costs.activation_bytes is None and result.costs.weight_grad_bytes is None
-    return result.peak_in_flight if counted else result.peak_bytes

@@ -80,6 +80,6 @@ class SearchResult:
 
     @property
     def is_proven(self) -> bool:
-        """True if the program is proven optimal among programs of one copy of the model without
-        recomputation and offload."""
+        """True if the program is proven optimal among programs of one copy of the model, on the
+        placements searched, without recomputation and offload."""
         return self.gap <= 1e-9

@@ -16,11 +16,12 @@ Each argument gives a bound per rank; the greatest one counts:
 - WARM_UP: a rank runs one action at a time. Before its first I it can run only forwards, and none
   before its head. The I can't start before head and turn, and all remaining work follows it.
   Likewise, the last I on the rank's lowest stage follows all its other F and I, and precedes its
-  tail.
+  tail, which ends on the rank that starts first: so it is within a span, too.
 - MEMORY: before its first I a rank frees no memory, so memory limits the number of its forwards. An
   activation is held for at least a turn, I and W. Summed over all activations, memory x time can't
   exceed the limit x the span, less the memory unused during warm-up and cool-down. If K activations
-  fit, each frees its place after that time at the earliest, so forwards run in rounds of K.
+  fit, each frees its place after that time at the earliest, so forwards run in rounds of K; and all
+  but K of the W precede the last F, and so the last I.
 
 The bounds hold for every program with these stages on these ranks whose overlapped pairs consist of
 one forward and one backward. With costs of overlap, each action counts with its least cost in any
@@ -81,7 +82,8 @@ def lower_bounds(
     for rank in range(placement.num_ranks):
         owed = [stage for stage in stages if stage.rank == rank and stage.count]
         if owed:
-            found += _both_ways(owed, memory_limit) if backward else _forwards_alone(owed)
+            one_way = placement.num_directions == 1
+            found += _both_ways(owed, memory_limit, one_way) if backward else _forwards_alone(owed)
     return LowerBounds(*map(max, zip(*found, strict=True)))
 
 
@@ -161,32 +163,44 @@ def _forwards_alone(stages: Sequence[_Chain]) -> list[tuple[float, float]]:
     return [(path, max(stage.forward for stage in stages)), (head + owed + tail, owed)]
 
 
-def _both_ways(stages: Sequence[_Chain], limit: float | None) -> list[tuple[float, float]]:
-    """Bounds on makespan and span, with backwards."""
+def _both_ways(
+    stages: Sequence[_Chain], limit: float | None, one_way: bool
+) -> list[tuple[float, float]]:
+    """Bounds on makespan and span, with backwards; ``one_way`` for one copy of the model."""
     work = sum(stage.count * stage.work for stage in stages)
     path = max(
         stage.head + stage.turn + max(stage.backward, stage.input_grad + stage.tail)
         for stage in stages
     )
-    found = [(path, max(stage.turn + stage.backward for stage in stages)), _warm_up(stages, work)]
+    found = [
+        (path, max(stage.turn + stage.backward for stage in stages)),
+        _warm_up(stages, work, one_way),
+    ]
     if limit is not None:
         # No program holds more than all activations at once.
         limit = min(limit, sum(stage.count * stage.held for stage in stages))
         held = max(_memory_time(stages, limit), _rounds(stages, limit))
-        found.append(_warm_up(stages, min(work, _fitting_work(stages, limit))))
+        found.append(_warm_up(stages, min(work, _fitting_work(stages, limit)), one_way, limit))
         found.append((min(stage.head for stage in stages) + held, held))
     return found
 
 
-def _warm_up(stages: Sequence[_Chain], work: float) -> tuple[float, float]:
+def _warm_up(
+    stages: Sequence[_Chain], work: float, one_way: bool, limit: float = math.inf
+) -> tuple[float, float]:
     """The bounds on makespan and span if at most ``work`` is done before the first I."""
     head, tail = min(stage.head for stage in stages), min(stage.tail for stage in stages)
     owed = sum(stage.count * stage.owed for stage in stages)
     to_input = sum(stage.count * stage.owed_to_input for stage in stages)
+    smallest = min(stage.held_for_weights for stage in stages)
+    if smallest > 0 and limit < math.inf:
+        done = max(0, sum(stage.count for stage in stages) - _whole(limit / smallest))
+        to_input += done * min(stage.owed - stage.owed_to_input for stage in stages)
     turn = min(stage.turn for stage in stages)
     arrival = min(stage.head + stage.turn for stage in stages)
     begun = arrival - min(arrival - head, work)
-    return begun + max(owed, to_input + tail), turn - min(turn, work) + owed
+    last = begun + to_input + tail
+    return max(begun + owed, last), max(turn - min(turn, work) + owed, one_way * last)
 
 
 def _fitting_work(stages: Sequence[_Chain], limit: float) -> float:

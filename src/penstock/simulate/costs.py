@@ -254,6 +254,14 @@ def build_for(costs: Costs, name: str, /, *, per_rank: bool = False, **options: 
     if per_rank and chosen.costs:
         costs = per_stage_costs(costs, options.get("virtual") or chosen.default_virtual)
     wanted = {each: getattr(costs, each) for each in chosen.costs}
+    if "latency" in wanted and (costs.bandwidth is not None or isinstance(costs.latency, PerEdge)):
+        stages = options["ranks"] * chosen.default_virtual
+        wanted["latency"] = {
+            (one, two): costs.latency_between(one, two, num_stages=stages)
+            + costs.transfer(one, two, num_stages=stages)
+            for low in range(stages - 1)
+            for one, two in ((low, low + 1), (low + 1, low))
+        }
     return build(name, **{**wanted, **options})
 
 

@@ -6,11 +6,12 @@
 
 A full backward holds the activation to its end. A recomputed activation is held while F runs; then
 ``recompute_bytes`` of it are held until RECOMPUTE. An offloaded activation is on the host from the
-end of its copy to the start of the copy back. Parameters, gradients, optimizer state and boundary
-buffers are held throughout. A rank holds the sum over its stages.
+end of its copy, and no earlier than the end of the rank's next computation, to its RELOAD.
+Parameters, gradients, optimizer state and boundary buffers are held throughout. A rank holds the
+sum over its stages.
 
-The peaks of a program follow from the order of its steps alone, and the curve over time from
-simulated times.
+The peaks of a program follow from the order of its steps alone if each copy ends with the rank's
+next computation. The curve over time follows from simulated times, and is never lower.
 """
 
 from __future__ import annotations
@@ -193,14 +194,24 @@ def memory_curves(
     curves = []
     for (held, steps), begun, ended in zip(memory.of_ranks(program), starts, ends, strict=True):
         changes: list[tuple[float, float]] = []
-        first = 0
+        # The end of the copy and the memory of activations on their way to the host.
+        leaving: list[tuple[float, float]] = []
+        first, now = 0, 0.0
         for step, taken, freed in steps:
-            stop = first + len(step.parts)
+            stop, op = first + len(step.parts), step.parts[0].op
             if taken:
-                changes.append((begun[first], taken))
-            if freed:
+                # The copy back may wait for others, after its memory is allocated.
+                changes.append((now if op is Op.RELOAD else begun[first], taken))
+            if op is Op.OFFLOAD:
+                leaving.append((ended[first], freed))
+            elif freed:
                 changes.append((ended[stop - 1], -freed))
+            if op in COMPUTE:
+                now = ended[stop - 1]
+                changes += [(max(copied, now), -size) for copied, size in leaving]
+                leaving = []
             first = stop
+        changes += [(copied, -size) for copied, size in leaving]
         # Copies run beside the steps, so sort by time; without copies the order is already right.
         changes.sort(key=itemgetter(0))
         points = [(0.0, held)]

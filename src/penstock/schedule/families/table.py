@@ -62,6 +62,7 @@ _COSTS = {
     "forward": "what a forward costs: a number, or one per stage",
     "input_grad": "what an input gradient costs: a number, or one per stage",
     "weight_grad": "what a weight gradient costs: a number, or one per stage",
+    "latency": "how long a result travels to another rank: a number, or one per sending stage",
 }
 _EVEN = range(2, maxsize, 2)
 _LIMIT = {"limit": "the most activations that a rank may hold"}
@@ -84,7 +85,7 @@ FAMILIES: tuple[Family, ...] = (
     _looped("gis-h", gis_h, "2503.01328", options=_GROUP),
     _looped("po-h", po_h, "2503.01328", options=_AHEAD),
     _looped("po-f", po_f, "2503.01328", options=_AHEAD),
-    _v_shaped("zbv", zbv, "2401.10241", aliases=("zbv-zero-bubble",)),
+    _v_shaped("zbv", zbv, "2401.10241", options=_COSTS, aliases=("zbv-zero-bubble",)),
     _v_shaped("v-zb", v_zb, "2405.15362"),
     _v_shaped("v-half", v_half, "2405.15362"),
     _v_shaped("v-min", v_min, "2405.15362"),

@@ -35,14 +35,25 @@ interleaved 1F1B, the largest of size G. Peaks, and bubbles in chunks, where tW 
                                               and equal costs
 
 In general ZB-H2's bubble is (P - 1)(tF + max(0, tB - 2 tW)), and (P - 1)(tF + tB - 2 tW) in the
-ranks' own spans, where tW ≤ tF and 2 tW ≤ tF + tB. Any P ≥ 1, V ≥ 1, M ≥ 1.
+ranks' own spans, where tW ≤ tF and 2 tW ≤ tF + tB. Given costs, ZB-V's
+weight gradients move to where they fill idle time, if that shortens the ranks' spans. Any P ≥ 1,
+V ≥ 1, M ≥ 1.
 
 Source: arXiv:2401.10241, sec. 2.2, over the loops of arXiv:2104.04473, sec. 2.2; ZB-V: sec. 6.
 """
 
 from __future__ import annotations
 
-from penstock.schedule.families.common import Phases, alternating, even_groups, phased_v
+from typing import Any
+
+from penstock.schedule.families.common import (
+    Phases,
+    alternating,
+    even_groups,
+    phased_v,
+    program_of,
+)
+from penstock.schedule.families.costed import CostedStep
 from penstock.schedule.placement import linear, looped
 from penstock.schedule.program import Program
 
@@ -65,9 +76,18 @@ def zb_h2(*, ranks: int, microbatches: int) -> Program:
     return alternating("zb-h2", linear(ranks), microbatches, ahead=2, behind=2)
 
 
-def zbv(*, ranks: int, microbatches: int) -> Program:
+def zbv(*, ranks: int, microbatches: int, **costs: Any) -> Program:
     """Zero bubble over a V-shape, in the memory of 1F1B."""
-    return phased_v("zbv", ranks, microbatches, _phases)
+    program = phased_v("zbv", ranks, microbatches, _phases)
+    if not costs:
+        return program
+    step = CostedStep("zbv", program.placement, microbatches, 2 * ranks, **costs)
+    step.add_program(program)
+    if step.is_done:
+        return program
+    forwards_and_backwards = [[kind for kind in kinds if kind < 4 * ranks] for kinds in step.order]
+    step.add_filled(forwards_and_backwards)
+    return program_of("zbv", program.placement, microbatches, step.order)
 
 
 def _phases(rank: int, ranks: int, microbatches: int) -> Phases:
