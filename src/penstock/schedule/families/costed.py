@@ -16,12 +16,12 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.workload import Order, Workload, schedule_by_priority
 
-__all__ = ["Cost", "CostedStep", "Latency"]
+__all__ = ["StageCost", "CostedStep", "Latency"]
 
-Cost: TypeAlias = float | Sequence[float]
+StageCost: TypeAlias = float | Sequence[float]
 """One number for all stages, or one per stage."""
 
-Latency: TypeAlias = Cost | Mapping[tuple[int, int], float]
+Latency: TypeAlias = StageCost | Mapping[tuple[int, int], float]
 """A number, one per sending stage, or one for each pair of a stage and the stage it sends to."""
 
 _NEAR = 1e-9
@@ -53,9 +53,9 @@ class CostedStep:
         microbatches: int,
         limit: int,
         *,
-        forward: Cost = 1.0,
-        input_grad: Cost = 1.0,
-        weight_grad: Cost = 1.0,
+        forward: StageCost = 1.0,
+        input_grad: StageCost = 1.0,
+        weight_grad: StageCost = 1.0,
         latency: Latency = 0.0,
     ) -> None:
         self._placement, self._limit = placement, limit
@@ -153,7 +153,7 @@ class CostedStep:
         self.add(schedule_by_priority(work, priorities, patience=waits, first_patience=inf).order)
 
 
-def _per_stage(name: str, kind: str, given: Cost, stages: int) -> PerStage:
+def _per_stage(name: str, kind: str, given: StageCost, stages: int) -> PerStage:
     numbers = tuple(given) if isinstance(given, Sequence) else (given,) * stages
     if len(numbers) != stages:
         raise ScheduleError(
