@@ -16,7 +16,7 @@ Each argument gives a bound per rank; the greatest one counts:
 - WARM_UP: a rank runs one action at a time. Before its first I it can run only forwards, and none
   before its head. The I can't start before head and turn, and all remaining work follows it.
   Likewise, the last I on the rank's lowest stage follows all its other F and I, and precedes its
-  tail, which ends on the rank that starts first: so it is within a span, too.
+  tail. The chain comes home to the rank that started first: what precedes that is in its span.
 - MEMORY: before its first I a rank frees no memory, so memory limits the number of its forwards. An
   activation is held for at least a turn, I and W. Summed over all activations, memory x time can't
   exceed the limit x the span, less the memory unused during warm-up and cool-down. If K activations
@@ -104,6 +104,7 @@ class _Chain:
     head: float = 0.0
     turn: float = 0.0
     tail: float = 0.0  # without backwards: after F
+    home: float = 0.0  # from the end of I to that of the first stage's backward
 
 
 def _chains(costs: Costs, placement: Placement, microbatches: int, backward: bool) -> list[_Chain]:
@@ -143,6 +144,9 @@ def _chains(costs: Costs, placement: Placement, microbatches: int, backward: boo
             stage.head = lower.head + lower.forward + costs.travel(ahead, number, placement)
             last = max(lower.backward, lower.input_grad + lower.tail)
             stage.tail = costs.travel(number, ahead, placement) + last if backward else 0.0
+            is_home = placement.neighbour(ahead, -1) is None
+            rest = lower.backward if is_home else lower.input_grad + lower.home
+            stage.home = costs.travel(number, ahead, placement) + rest
     for number in reversed(range(size)):
         stage, behind = stages[number], placement.neighbour(number, +1)
         stage.turn = stage.forward
@@ -199,8 +203,11 @@ def _warm_up(
     turn = min(stage.turn for stage in stages)
     arrival = min(stage.head + stage.turn for stage in stages)
     begun = arrival - min(arrival - head, work)
-    last = begun + to_input + tail
-    return max(begun + owed, last), max(turn - min(turn, work) + owed, one_way * last)
+    home = begun + to_input + min(stage.home for stage in stages)
+    return (
+        begun + max(owed, to_input + tail),
+        max(turn - min(turn, work) + owed, home if one_way else 0.0),
+    )
 
 
 def _fitting_work(stages: Sequence[_Chain], limit: float) -> float:
