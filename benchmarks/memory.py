@@ -2,9 +2,8 @@
 
 The stages keep nothing for their backward, so that what is measured is what the runtime holds:
 receive buffers, held sends, outputs and gradients on their way. Each measurement is the growth of
-the process's peak resident memory over what it held before the schedule was made; every tensor
-has memory mappings of its own, which go back to the system when it is freed (see ``run.py``).
-Linux only.
+the process's peak resident memory over what it held before the schedule was made, with the
+system's allocator as it is. Linux only.
 """
 
 from __future__ import annotations

@@ -18,9 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# Before torch starts: one thread per process, and memory that goes back when it is freed.
+# Before torch starts: one thread per process.
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
 
 from rich.console import Console
 

@@ -158,9 +158,9 @@ class BoundProgram:
         """
         for runner in self.runners.values():
             runner.end()
-        computed = [loss for loss in step.losses if loss is not None]
+        losses, dtype = step.losses, step.loss_dtype
         if self._is_single_process:
-            return torch.stack(computed) if computed else None
+            return None if losses is None else losses.to(dtype)
         (transport,) = self._transports
         if self._exchanges_outputs(step) and transport.rank in self._exit_ranks:
             _exchange_outputs(step, self.program, transport, self._device)
@@ -170,16 +170,15 @@ class BoundProgram:
         # The dtype of the losses on the last rank; None if there are none.
         shape_id = step.shape_ids[0]
         if shape_id not in self._loss_dtypes or not self.train:
-            code = _DTYPES.index(torch.stack(computed).dtype) if computed else -1
+            code = -1 if dtype is None else _DTYPES.index(dtype)
             (code,) = transport.broadcast_ints([code], self._exit_ranks[0])
             self._loss_dtypes[shape_id] = _DTYPES[code] if code >= 0 else None
         dtype = self._loss_dtypes[shape_id]
-        # Float64 represents every narrower loss exactly. Built from device tensors, since numbers
-        # from the host would require a synchronization.
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        table = torch.stack([zero if loss is None else loss.to(zero) for loss in step.losses])
-        transport.all_reduce(table)
-        return None if dtype is None else table.to(dtype)
+        if losses is None:
+            losses = torch.zeros(len(step.outputs), dtype=torch.float64, device=self._device)
+        losses = losses.to(self._device)  # a user's loss may be elsewhere
+        transport.all_reduce(losses)
+        return None if dtype is None else losses.to(dtype)
 
     def _exchanges_outputs(self, step: StepState) -> bool:
         """True if outputs leave on several ranks (with copies of the model), and are returned."""
@@ -221,6 +220,7 @@ class BoundProgram:
                     dual_streams=self._dual_streams,
                 )
             transport.register_peers(queues)
+            transport.reuses_buffers &= self._dual_streams is None
         return runners
 
     def _bind(self) -> list[BoundAction]:

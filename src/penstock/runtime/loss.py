@@ -41,7 +41,7 @@ class LossHead:
         if isinstance(result, tuple) and len(result) == 2:
             result, step.metrics[mb] = result
         loss = scalar_loss(result)
-        step.losses[mb] = full_tensor(loss.detach())
+        step.keep_loss(mb, full_tensor(loss.detach()))
         if not self._train:
             return
         if not loss.requires_grad:

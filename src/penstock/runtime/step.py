@@ -48,8 +48,20 @@ class StepState:
         self.shape_ids = [0] * num_microbatches
         self.seed = 0
         self.outputs: list[Any] = [None] * num_microbatches
-        self.losses: list[Tensor | None] = [None] * num_microbatches
         self.metrics: list[Any] = [None] * num_microbatches
+        # Float64 represents every narrower loss exactly; zeros where no loss is computed.
+        self.losses: Tensor | None = None
+        self.loss_dtype: torch.dtype | None = None
+
+    def keep_loss(self, microbatch: int, loss: Tensor) -> None:
+        """Keep the loss of a microbatch."""
+        if self.losses is None:
+            # A tensor for all: small ones, each kept to the end, would split the memory that large
+            # ones free, and the next large ones would need more.
+            self.losses = torch.zeros(len(self.outputs), dtype=torch.float64, device=loss.device)
+            self.loss_dtype = loss.dtype
+        self.losses[microbatch] = loss
+        self.loss_dtype = torch.promote_types(loss.dtype, self.loss_dtype or loss.dtype)
 
     def given(self, microbatch: int) -> list[Tensor]:
         """This rank's input tensors of a microbatch."""

@@ -58,6 +58,11 @@ class TensorMeta:
         """The shape in which it is sent: contiguous, dimensions by descending stride."""
         return self.shape if self.order is None else [self.shape[i] for i in self.order]
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of the message."""
+        return self.shape.numel() * self.dtype.itemsize
+
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
         """The description of ``tensor``."""

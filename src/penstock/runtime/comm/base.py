@@ -8,7 +8,7 @@ transport, ``c10d.py`` that over ``torch.distributed``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,11 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock._torch_compat import is_shared
 from penstock.errors import PenstockError
 from penstock.stage.boundary import TensorMeta
 from penstock.stage.stage import MicrobatchState
 
-__all__ = ["MetasOf", "PendingReceive", "RecvQueue", "Transport"]
+__all__ = ["MIN_REUSED_BYTES", "MetasOf", "PendingReceive", "RecvBuffers", "RecvQueue", "Transport"]
+
+# Smaller buffers are not reused: allocating one costs less than the search, and leaves no gaps.
+MIN_REUSED_BYTES = 128 << 10
+# Limit on the buffers that are looked at for one that is free.
+MAX_LOOKS = 64
 
 PendingReceive: TypeAlias = Callable[[], Sequence[Tensor]]
 """A posted receive. A call waits for the tensors; on CUDA, it makes the current stream wait."""
@@ -34,11 +40,14 @@ class Transport(ABC):
 
     Attributes:
         schedule_index: the index of the schedule among all schedules over the same ranks, from 0.
+        reuses_buffers: whether received tensors may take memory of earlier ones; not if streams
+            that are unordered use them.
     """
 
     rank: int
     num_ranks: int
     schedule_index: int = 0
+    reuses_buffers: bool = True
 
     def begin(self, call: str) -> None:
         """Begin a collective call, named alike on every rank."""
@@ -62,7 +71,7 @@ class Transport(ABC):
     def receive(
         self, peer: int, metas: Sequence[TensorMeta], device: torch.device
     ) -> PendingReceive:
-        """Post a receive of the next tensors from ``peer`` into new buffers."""
+        """Post a receive of the next tensors from ``peer``."""
 
     def release(self, peer: int, num_messages: int) -> None:
         """Release the step's first ``num_messages`` messages to ``peer``, which have arrived."""
@@ -113,6 +122,39 @@ class Transport(ABC):
     def waiting_for_replicas(self) -> AbstractContextManager[None]:
         """A watched context in which torch waits for replicas."""
         return nullcontext()
+
+
+class RecvBuffers:
+    """The buffers of a step's receives; each serves again once nothing else refers to its memory.
+
+    The system's allocator would fill the gap of a freed buffer with small tensors, and take new
+    memory for the next buffer. A tensor that the user keeps keeps its buffer.
+    """
+
+    def __init__(self) -> None:
+        self._by_size: defaultdict[int, deque[Tensor]] = defaultdict(deque)
+
+    def take(self, meta: TensorMeta, device: torch.device) -> Tensor:
+        """A tensor of uninitialized memory as ``meta`` describes it."""
+        num_bytes = meta.num_bytes
+        buffers = self._by_size[num_bytes]
+        for _ in range(min(len(buffers), MAX_LOOKS)):
+            buffers.rotate(-1)
+            if not is_shared(buffers[-1]):
+                break
+        else:
+            # More memory is needed: give back what other shapes have left.
+            for size, others in self._by_size.items():
+                if size != num_bytes:
+                    self._by_size[size] = deque(filter(is_shared, others))
+            buffers.append(torch.empty(num_bytes, dtype=torch.uint8, device=device))
+        # A tensor of its own, not a view: it gets a version counter and gradients of its own.
+        taken = torch.empty(0, dtype=meta.dtype, device=device)
+        return taken.set_(buffers[-1].untyped_storage(), 0, meta.wire_shape)  # type: ignore[call-overload, no-any-return]
+
+    def clear(self) -> None:
+        """Free the buffers that no tensor uses; the others are freed with their tensors."""
+        self._by_size.clear()
 
 
 MetasOf: TypeAlias = Callable[[MicrobatchState, bytes | None], Sequence[TensorMeta] | None]

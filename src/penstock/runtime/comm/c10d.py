@@ -29,7 +29,12 @@ from penstock import _torch_compat
 from penstock.cause import key_of, store_of, withdraw_early
 from penstock.errors import PenstockError
 from penstock.runtime.comm.agreement import pack_header, unpack_headers
-from penstock.runtime.comm.base import PendingReceive, Transport
+from penstock.runtime.comm.base import (
+    MIN_REUSED_BYTES,
+    PendingReceive,
+    RecvBuffers,
+    Transport,
+)
 from penstock.runtime.failure import BackgroundCall, ErrorStore, Peers, Watchdog, calls_over
 from penstock.stage.boundary import TensorMeta
 
@@ -126,6 +131,7 @@ class C10dTransport(Transport):
         self._control: Any = None
         self._device = device
         self._in_flight: defaultdict[int, InFlightSends] = defaultdict(InFlightSends)
+        self._buffers = RecvBuffers()
         # References to the latest collective's tensors. Gloo's threads may drop theirs long
         # after the wait. Dropping the last one at exit would abort the process.
         self._collected: Sequence[Tensor] = ()
@@ -156,12 +162,14 @@ class C10dTransport(Transport):
 
     def end(self) -> None:
         self._watchdog.rest()
+        self._buffers.clear()
 
     def close(self) -> None:
         self._watchdog.stop()
 
     def fail(self, error: BaseException) -> PenstockError | None:
         watchdog, wait = self._watchdog, self._watchdog.stop()
+        self._buffers.clear()
         if isinstance(error, PenstockError):
             # Torch may have waited for replicas within an action.
             is_broken = self._replicas and self._is_broken_wait(error.__cause__)
@@ -296,7 +304,12 @@ class C10dTransport(Transport):
         self, peer: int, metas: Sequence[TensorMeta], device: torch.device
     ) -> PendingReceive:
         group = self.group_with(peer, sends=False)
-        tensors = [torch.empty(m.wire_shape, dtype=m.dtype, device=device) for m in metas]
+        tensors = [
+            self._buffers.take(meta, device)
+            if self.reuses_buffers and meta.num_bytes >= MIN_REUSED_BYTES
+            else torch.empty(meta.wire_shape, dtype=meta.dtype, device=device)
+            for meta in metas
+        ]
         wires = map(as_wire, tensors)
         works = [self.post(partial(group.recv, [w], peer, DATA_TAG), peer) for w in wires]
         return partial(self.wait_for_message, works, tensors, peer)
