@@ -93,7 +93,7 @@ class Twins:
         has_last = any(stage.is_last for stage in self.pipe.stages)
         assert (out is not None) == has_last
         if has_last:
-            num = self.pipe.program.num_microbatches
+            num = min(self.pipe.program.num_microbatches, len(args[0]))
             with torch.no_grad():
                 outs = [self.plain(*mb) for mb in split_args_kwargs_into_chunks(args, {}, num)[0]]
             assert not out.requires_grad

@@ -36,7 +36,9 @@ __all__ = [
     "FailureLog",
     "as_error",
     "cause_of",
+    "decode_failure",
     "default_group",
+    "encode_failure",
     "failures_over",
     "key_of",
     "message_of",
@@ -186,8 +188,8 @@ class FailureLog:
 
     def append(self, call: str, cause: Cause) -> Cause:
         """Append ``cause`` unless the list has a failure of ``call``; returns the first one."""
-        data = json.dumps([call, asdict(cause)])
-        entries = (_parsed(self._store.compare_set(self._at(i), "", data)) for i in count())
+        data = encode_failure(call, cause)
+        entries = (decode_failure(self._store.compare_set(self._at(i), "", data)) for i in count())
         return next(entry[1] for entry in entries if entry is not None and entry[0] == call)
 
     def read(self) -> list[Failure]:
@@ -204,13 +206,19 @@ class FailureLog:
         for index in count():
             if not self._store.check([self._at(index)]):
                 return
-            yield _parsed(self._store.get(self._at(index)))
+            yield decode_failure(self._store.get(self._at(index)))
 
     def _at(self, index: int) -> str:
         return f"{self._key}/{index}"
 
 
-def _parsed(data: bytes) -> Failure | None:
+def encode_failure(call: str, cause: Cause) -> str:
+    """A failure as JSON."""
+    return json.dumps([call, asdict(cause)])
+
+
+def decode_failure(data: bytes) -> Failure | None:
+    """Read what ``encode_failure`` wrote; None for a withdrawn failure."""
     if (entry := json.loads(data)) is None:
         return None
     call, fields = entry

@@ -157,6 +157,7 @@ class Pipeline(ModelState):
         """Run one training step; accumulates gradients into the parameters' ``.grad``.
 
         Each microbatch has the same weight in the mean loss, even if their numbers of rows differ.
+        A batch with fewer rows than microbatches runs one microbatch per row, on all ranks.
 
         Args:
             args: the model's inputs. Optional on ranks without the first stage. A batch entirely
@@ -166,12 +167,13 @@ class Pipeline(ModelState):
             kwargs: keyword arguments of the model and of ``PipelineSchedule.step``.
 
         Returns:
-            The mean of the microbatches' losses: a scalar, the same on every rank.
+            The mean of the losses of the microbatches with rows: a scalar, the same on every rank.
 
         Raises:
             ScheduleError: the program has no backward.
             StageError: there is no loss to train on.
-            PenstockError: this rank or another one failed; see the subclasses.
+            PenstockError: this rank or another one failed; see the subclasses. If nothing had run,
+                on any rank (missing inputs, a batch that can't be split), the next step may follow.
         """
         if not self.program.has_backward:
             raise ScheduleError(

@@ -102,7 +102,7 @@ def wrong(rank: int, num_ranks: int, fault: str) -> str:
     ("fault", "told"),
     [
         ("no inputs", "no inputs: the rank of the first stage passes them"),
-        ("other inputs", "the inputs here have other shapes than those on rank 0"),
+        ("other inputs", "the inputs on rank 1 have other shapes than those on rank 0"),
         ("no target", "no target, where the loss is computed"),
         ("outputs", "the first call (rank 0: step() with outputs"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import tempfile
 import time
@@ -30,6 +31,7 @@ from penstock import (
     StageError,
     build,
 )
+from penstock.testing.compare import plain_step
 from tests.distributed.attempts import SOON_S, Attempt, Run, played
 
 DIM = 4
@@ -64,6 +66,11 @@ def under_no_grad(culprit: int, rank: int, group: dist.ProcessGroup) -> object:
 def too_few_rows(rank: int, group: dist.ProcessGroup) -> object:
     schedule = make_schedule(rank, group)
     return schedule.step(BATCH[:3]) if rank == 0 else schedule.step(target=BATCH)
+
+
+def no_rows(rank: int, group: dist.ProcessGroup) -> object:
+    schedule = make_schedule(rank, group)
+    return schedule.step(BATCH[:0]) if rank == 0 else schedule.step(target=BATCH)
 
 
 def target_of_other_size(rank: int, group: dist.ProcessGroup) -> object:
@@ -363,11 +370,16 @@ MISTAKES = {
     "no grad on rank 0": Mistake(By(under_no_grad, 0), (S, P), r"no_grad; use eval\(\)", (0,)),
     "no grad on rank 1": Mistake(By(under_no_grad, 1), (P, S), r"no_grad; use eval\(\)", (1,)),
     "too few rows": Mistake(
-        too_few_rows, ("ValueError", P), r"\(3, 4\) can't be split into 4 .* at least 4 rows", (0,)
+        too_few_rows, (S, S), r"different numbers of microbatches \(rank 0: 3, rank 1: 4\)"
     ),
     "target of another size": Mistake(target_of_other_size, (P, S), "The size of tensor a", (1,)),
     "target with too few rows": Mistake(
-        target_with_too_few_rows, (P, "ValueError"), r"\(2, 4\) can't be split into 4", (1,)
+        target_with_too_few_rows,
+        (S, S),
+        r"different numbers of microbatches \(rank 0: 4, rank 1: 2\)",
+    ),
+    "no rows": Mistake(
+        no_rows, ("ValueError", P), r"shape \(0, 4\) can't be split into 4 .* at least 1 row;", (0,)
     ),
     "a step within a step": Mistake(
         a_step_within_a_step, (SCH, SCH), r"within a step of another one over the same ranks", (1,)
@@ -521,6 +533,85 @@ def test_a_mistake_before_there_is_a_stage(name: str) -> None:
     mistake = NO_GROUP[name]
     attempts = played(tuple(NO_GROUP.values()), 2, alone=True)[mistake]
     assert_told(mistake, [of_rank[0] for of_rank in attempts])
+
+
+@dataclass(frozen=True)
+class NothingRan:
+    """Mistakes that are found before anything runs, each followed by a good step.
+
+    Args:
+        culprit: the rank that makes the mistakes.
+    """
+
+    culprit: int
+
+    def __call__(self, rank: int, group: dist.ProcessGroup) -> list[Run]:
+        # The loss and the gradients of the good steps are the plain loop's.
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+        module, mse = copy.deepcopy(plain[rank]), nn.functional.mse_loss
+        stage = PipelineStage(module, rank, 2, CPU, group=group)
+        schedule = ScheduleGPipe(stage, 4, mse, timeout_s=20)
+
+        def call(method: Any, rows: int = 4, **wrong: Any) -> None:
+            given: dict[str, Any] = {} if rank == 0 else {"target": BATCH[:rows]}
+            inputs = (BATCH[:rows],) if rank == 0 else ()
+            if rank == self.culprit:
+                inputs, given = wrong.pop("inputs", inputs), given | wrong
+            method(*inputs, **given)
+
+        def good(rows: int) -> None:
+            expected = plain_step(plain, mse, BATCH[:rows], target=BATCH[:rows], n_microbatches=4)
+            call(schedule.step, rows)
+            assert schedule.losses is not None and torch.equal(
+                schedule.losses, torch.stack(expected.losses)
+            )
+            for mine, whole in zip(module.parameters(), plain[rank].parameters(), strict=True):
+                assert mine.grad is not None and torch.equal(mine.grad, whole.grad)
+
+        def without_grad() -> None:
+            with torch.set_grad_enabled(rank != self.culprit):
+                call(schedule.step)
+
+        missing = {"inputs": ()} if self.culprit == 0 else {"target": None}
+        unlike = {"inputs": (BATCH[:3],)} if self.culprit == 0 else {"target": BATCH[:3]}
+        return [
+            partial(call, schedule.step, **missing),  # in the first call, too
+            partial(good, 8),
+            partial(call, schedule.step, 8, **unlike),
+            partial(good, 3),
+            partial(call, schedule.step, losses=()),
+            without_grad,
+            lambda: call(schedule.eval if rank == self.culprit else schedule.step),
+            partial(good, 4),
+            partial(call, schedule.eval, arg_mbs=[()]),
+            lambda: call(schedule.eval, 2),
+            lambda: schedule.trace() if rank == self.culprit else call(schedule.step),
+            partial(good, 2),
+        ]
+
+
+NOTHING_RAN = (NothingRan(0), NothingRan(1))
+
+
+@pytest.mark.parametrize("case", NOTHING_RAN)
+def test_a_mistake_found_before_anything_ran_leaves_every_rank_usable(case: NothingRan) -> None:
+    told = played(NOTHING_RAN, 2)[case]
+    for rank, attempts in enumerate(told):
+        own = rank == case.culprit
+        assert [attempt.kind for attempt in attempts] == [
+            *(
+                S if own else P,
+                None,
+                S,
+                None,
+                "TypeError" if own else P,
+                S if own else P,
+                SCH,
+                None,
+            ),
+            *("ValueError" if own else P, None, SCH, None),
+        ], [attempt.message for attempt in attempts]
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def _evaluate(plan: Plan, group: dist.ProcessGroup) -> None:
     has_first, has_last = (
         any(getattr(stage, which) for stage in pipe.stages) for which in ("is_first", "is_last")
     )
-    for rows in (2 * plan.microbatches, plan.microbatches + 1):
+    for rows in (2 * plan.microbatches, plan.microbatches + 1, 1):
         inputs, target = case.batch(rows, 0)
         expected = plain_step(
             plain, case.loss_fn, inputs, target=target, n_microbatches=plan.microbatches
@@ -107,7 +107,7 @@ def _evaluate(plan: Plan, group: dist.ProcessGroup) -> None:
         )
         assert (out is not None) == has_last
         assert out is None or torch.equal(out, torch.cat(expected.outputs))
-        assert len(pipe.losses) == plan.microbatches
+        assert len(pipe.losses) == min(rows, plan.microbatches)
         assert all(map(torch.equal, pipe.losses, expected.losses))
     assert all(p.grad is None for p in pipe.parameters())
 
@@ -146,6 +146,8 @@ def _train(plan: Plan, group: dist.ProcessGroup) -> None:
         if plan.model != "convnet":  # whose evaluation counts batches, split differently
             both.eval(case.batch(rows + 3, 10 + step)[0])
             expect_calls()
+    inputs, target = case.batch(max(1, plan.microbatches - 1), 2)
+    both.step(inputs, target=target)
 
 
 def _all_parameters_are_somewhere(both: Twins, group: dist.ProcessGroup) -> None:

@@ -50,6 +50,17 @@ def test_any_number_of_microbatches(schedule: str, ranks: int, virtual: int) -> 
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "virtual"), GRID)
+def test_fewer_rows_than_microbatches(schedule: str, ranks: int, virtual: int) -> None:
+    """A short last batch has a microbatch per row, and its loss is the mean over these."""
+    both = twins("mlp", schedule, ranks, virtual, 5)
+    for step, rows in enumerate((5, 3, 1, 6)):
+        inputs, target = CASES["mlp"].batch(rows, step)
+        both.step(inputs, target=target)
+        assert len(both.pipe.losses) == min(rows, 5)
+        both.eval(CASES["mlp"].batch((4, 2)[step % 2], step)[0])
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "virtual"), GRID)
 def test_models(schedule: str, ranks: int, virtual: int) -> None:
     """Batch norm with its buffers; attention and embeddings, or recurrence, on ranks in turn."""
     for case in ("convnet", ("gpt", "lstm")[ranks % 2]):

@@ -232,10 +232,9 @@ def test_a_loss_with_metrics_is_accepted() -> None:
         (lambda pipe: pipe.step(target=BATCH), StageError, "no inputs: the rank of the first"),
         (lambda pipe: pipe.eval(), StageError, "no inputs: the rank of the first stage passes"),
         (
-            lambda pipe: pipe.step(BATCH[:3], target=BATCH[:3]),
+            lambda pipe: pipe.step(BATCH[:3], target=BATCH),
             ValueError,
-            "can't be split into 4 microbatches along dimension 0; pass at least 4 rows, or use "
-            "n_microbatches=3",
+            r"8 rows of a tensor of shape \(8, 4\) and 3 of .* are cut at different places for 4 m",
         ),
         (
             lambda pipe: pipe.step(arg_mbs=[(BATCH,)] * 3, target=BATCH),
@@ -246,6 +245,11 @@ def test_a_loss_with_metrics_is_accepted() -> None:
             lambda pipe: pipe.step(arg_mbs=[(BATCH,)] * 4, target_mbs=[BATCH] * 2),
             ValueError,
             "lists of microbatches differ in length: .*'arg_mbs': 4.*'target_mbs': 2",
+        ),
+        (
+            lambda pipe: pipe.step(BATCH[:3], target_mbs=[BATCH[:1]] * 4),
+            ValueError,
+            "3 rows beside 4 ready microbatches",
         ),
         (
             lambda pipe: pipe.step(BATCH, arg_mbs=[(BATCH,)] * 4, target=BATCH),
@@ -322,7 +326,7 @@ def test_a_step_can_compute_gradients_under_no_grad() -> None:
 
 
 @pytest.mark.parametrize(
-    "mistake", ["no grad", "too few rows", "no target", "no inputs", "losses in a tuple"]
+    "mistake", ["no grad", "too few targets", "no target", "no inputs", "losses in a tuple"]
 )
 def test_a_mistake_found_before_anything_ran_does_no_harm(mistake: str) -> None:
     pipe = make_pipe()
@@ -331,8 +335,8 @@ def test_a_mistake_found_before_anything_ran_does_no_harm(mistake: str) -> None:
             case "no grad":
                 with torch.no_grad():
                     pipe.step(BATCH, target=BATCH)
-            case "too few rows":
-                pipe.step(BATCH[:2], target=BATCH[:2])
+            case "too few targets":
+                pipe.step(BATCH, target=BATCH[:2])
             case "no target":
                 pipe.step(BATCH)
             case "losses in a tuple":

@@ -55,6 +55,20 @@ def test_gradients_are_those_of_one_device(
 
 
 @pytest.mark.parametrize("schedule", BIDIRECTIONAL)
+def test_fewer_rows_than_microbatches(schedule: str) -> None:
+    """Each direction needs a row; without one, nothing has run and the next step may follow."""
+    both = twins("mlp", schedule, 2, 4)
+    for step, rows in enumerate((4, 2, 1, 3, 5)):
+        inputs, target = CASES["mlp"].batch(rows, step)
+        if rows == 1:
+            with pytest.raises(ScheduleError, match="1 microbatch for 2 copies of the model"):
+                both.pipe.step(inputs, target=target)
+        else:
+            both.step(inputs, target=target)
+            both.eval(CASES["mlp"].batch(2, step)[0])
+
+
+@pytest.mark.parametrize("schedule", BIDIRECTIONAL)
 def test_outputs_are_merged_in_the_order_of_microbatches(schedule: str) -> None:
     both = twins("mlp", schedule, 2, 6)
     inputs, target = CASES["mlp"].batch(9, 0)

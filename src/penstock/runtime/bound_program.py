@@ -16,12 +16,13 @@ from torch import Tensor
 
 from penstock.errors import StageError, Where
 from penstock.runtime import overlap
+from penstock.runtime.comm.agreement import BatchFacts
 from penstock.runtime.comm.base import RecvQueue, Transport
 from penstock.runtime.config import RunConfig
 from penstock.runtime.executor import BoundAction, Executor
 from penstock.runtime.loss import needs_target
 from penstock.runtime.overlap import DualStreams, PairFunction
-from penstock.runtime.shape_ids import condition_id, shape_ids
+from penstock.runtime.shape_ids import condition_id, inputs_id, shape_ids
 from penstock.runtime.stage_runner import Neighbor, StageRunner
 from penstock.runtime.step import StepState
 from penstock.schedule.channels import acknowledgements
@@ -61,6 +62,9 @@ class BoundProgram:
         # With several copies of the model, the first copy's ranks broadcast.
         self._entry_ranks = [placement.rank_of(stage) for stage in placement.entries]
         self._exit_ranks = [placement.rank_of(stage) for stage in placement.exits]
+        rank, alone = transports[0].rank, self._is_single_process
+        self._is_first = alone or rank == self._entry_ranks[0]
+        self._enters = alone or rank in self._entry_ranks
         self._device = next(iter(stages.values())).device
         self._needs_target = train and needs_target(config.loss_fn)
         self._known_shapes: set[int] = set()
@@ -85,37 +89,40 @@ class BoundProgram:
 
     # --- the start of a step -----------------------------------------------------------------
 
-    def describe_call(self, step: StepState, num_steps: int) -> str:
+    def describe_call(self, num_steps: int, *, keep_outputs: bool) -> str:
         """Describe the current call, to be compared between ranks."""
-        outputs = " with outputs" if self._exchanges_outputs(step) else ""
+        outputs = " with outputs" if self._exchanges_outputs(keep_outputs) else ""
         return f"{'step' if self.train else 'eval'}(){outputs}, after {num_steps} others"
 
-    def begin(self, step: StepState, number: int) -> None:
-        """Begin the step of this number: broadcast its shape ids and its seed.
+    def batch_facts(self, step: StepState, number: int) -> BatchFacts:
+        """This rank's facts about the batch of the step of this number.
 
         Raises:
-            StageError: inputs or targets are missing where they are needed, or the ranks where
-                inputs enter were given different ones.
+            StageError: inputs or targets are missing where they are needed.
         """
-        transport, first, alone = self._transports[0], self._entry_ranks[0], self._is_single_process
-        # The first rank's keyword arguments are part of its inputs.
-        kwargs = () if alone or transport.rank == first else step.kwargs
-        conditions = condition_id(self._stages.values(), self._device, kwargs, number)
-        gathered = transport.all_gather_ints(conditions)
         self._check_given(step)
-        enters, ids = alone or transport.rank in self._entry_ranks, step.shape_ids
-        if enters:
+        # The first rank's keyword arguments are part of its inputs.
+        kwargs = () if self._is_first else step.kwargs
+        conditions = condition_id(self._stages.values(), self._device, kwargs, number)
+        inputs = 0
+        if self._enters and len(self._entry_ranks) > 1:
             assert step.args is not None
-            ids = shape_ids(step.args, step.kwargs, gathered, number)
+            inputs = inputs_id(step.args, step.kwargs, number)
+        return BatchFacts(conditions, step.num_with_rows, inputs)
+
+    def begin(self, step: StepState, facts: Sequence[BatchFacts], number: int) -> None:
+        """Begin the step of this number: broadcast its shape ids and its seed."""
+        transport, ids = self._transports[0], step.shape_ids
+        if self._enters:
+            assert step.args is not None
+            conditions = [each.conditions for each in facts]
+            ids = shape_ids(step.args, step.kwargs, conditions, number)
         # Drawn on every rank, so that the generators stay alike; the first rank's counts.
         seed = draw_step_seed() if self.train and self._config.microbatch_rng else 0
         sent = [seed, *ids]
-        step.seed, *step.shape_ids = sent if alone else transport.broadcast_ints(sent, first)
-        if enters and step.shape_ids != ids:
-            raise StageError(
-                f"the inputs here have other shapes than those on rank {first}; each rank where "
-                "the model's inputs enter passes the whole batch"
-            )
+        if not self._is_single_process:
+            sent = transport.broadcast_ints(sent, self._entry_ranks[0])
+        step.seed, *step.shape_ids = sent
         is_new = not self._known_shapes.issuperset(step.shape_ids)
         forget = is_new and len(self._known_shapes) >= MAX_SHAPES
         if forget:
@@ -162,7 +169,7 @@ class BoundProgram:
         if self._is_single_process:
             return None if losses is None else losses.to(dtype)
         (transport,) = self._transports
-        if self._exchanges_outputs(step) and transport.rank in self._exit_ranks:
+        if self._exchanges_outputs(step.keep_outputs) and transport.rank in self._exit_ranks:
             _exchange_outputs(step, self.program, transport, self._device)
         if self._config.loss_fn is None:
             transport.barrier()
@@ -180,9 +187,9 @@ class BoundProgram:
         transport.all_reduce(losses)
         return None if dtype is None else losses.to(dtype)
 
-    def _exchanges_outputs(self, step: StepState) -> bool:
+    def _exchanges_outputs(self, keep_outputs: bool) -> bool:
         """True if outputs leave on several ranks (with copies of the model), and are returned."""
-        return step.keep_outputs and len(set(self._exit_ranks)) > 1
+        return keep_outputs and len(set(self._exit_ranks)) > 1
 
     # --- binding -----------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ Depending on its transports, an engine runs one rank of a distributed pipeline, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -27,7 +27,12 @@ from penstock.parallel.data_parallel import Replicas, replicas_of
 from penstock.parallel.shared_params import SharedParams
 from penstock.partition.ties import SharedBuffers, Tie
 from penstock.runtime.bound_program import BoundProgram
-from penstock.runtime.comm.agreement import check_consistent, digest
+from penstock.runtime.comm.agreement import (
+    BatchFacts,
+    check_consistent,
+    digest,
+    gather_batch_facts,
+)
 from penstock.runtime.comm.base import Transport
 from penstock.runtime.comm.nccl import channels_of
 from penstock.runtime.config import RunConfig
@@ -37,6 +42,7 @@ from penstock.runtime.overlap import PairFunction
 from penstock.runtime.step import StepState
 from penstock.schedule.check import check
 from penstock.schedule.passes import forward_only, lower
+from penstock.schedule.passes.lower import keep_microbatches
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import TRANSFERS
 from penstock.schedule.text import to_json
@@ -100,11 +106,12 @@ class Engine:
         self._replicas = Replicas()
         self._find_replicas()
         device = next(iter(self.stages.values())).device
-        self._channels = channels = channels_of(device)
-        evaluated = check(lower(forward_only(program), channels=channels), channels)
-        bind = (config, self.stages, self.transports, device_streams.streams_of(device))
-        self._train = BoundProgram(self._lowered(), *bind, train=True)
-        self._eval = BoundProgram(evaluated, *bind, train=False)
+        self._channels = channels_of(device)
+        self._streams = device_streams.streams_of(device)
+        self._pair_function: PairFunction | None = None
+        # By train, and the number of microbatches with rows.
+        self._bound: dict[tuple[bool, int], BoundProgram] = {}
+        self._eval, self._train = (self._bind(t, program.num_microbatches) for t in (False, True))
         self._last = self._train
         self._running: BoundProgram | None = None
         # The transports' threads would outlive a garbage-collected engine.
@@ -115,37 +122,88 @@ class Engine:
         """The executed program of training steps, including sends and receives."""
         return self._train.program
 
-    def _lowered(self) -> CheckedProgram:
+    def _bind(self, train: bool, num_microbatches: int) -> BoundProgram:
+        """The bound program of so many microbatches, made once."""
+        key = train, num_microbatches
+        if key not in self._bound:
+            shared = self.config, self.stages, self.transports, self._streams
+            self._bound[key] = BoundProgram(self._lowered(*key), *shared, train=train)
+            if train and self._pair_function is not None:
+                self._bound[key].rebind(pair_function=self._pair_function)
+        return self._bound[key]
+
+    def _lowered(self, train: bool, num_microbatches: int) -> CheckedProgram:
+        program, channels = keep_microbatches(self.requested, num_microbatches), self._channels
+        sharding = train and self._replicas.sharded
         try:
-            sharding, channels = self._replicas.sharded, self._channels
-            return check(lower(self.requested, sharding=sharding, channels=channels), channels)
+            program = program if train else forward_only(program)
+            return check(lower(program, sharding=sharding, channels=channels), channels)
         except ScheduleError:
             check(self.requested)  # raises, if it can, in terms of the caller's own steps
             raise
 
     # --- a step ------------------------------------------------------------------------------
 
-    def run(self, step: StepState, *, train: bool) -> Tensor | None:
-        """Run one step, and write outputs and metrics into ``step``.
+    def run(
+        self, prepare: Callable[[], StepState], *, train: bool, keep_outputs: bool
+    ) -> tuple[StepState, Tensor | None]:
+        """Run one step.
+
+        Args:
+            prepare: returns the microbatches of the step. Its exceptions are raised on every rank
+                before anything runs, and leave the engine usable.
+            train: whether to train, or to evaluate.
+            keep_outputs: whether outputs are returned.
 
         Returns:
-            The losses, shape (microbatches,), on every rank; None if none were computed.
+            The step, with outputs and metrics; and the losses, shape (microbatches with rows,), on
+            every rank, or None if none were computed.
         """
-        bound = self._last = self._running = self._train if train else self._eval
-        bound.executor.marks = []
-        call = bound.describe_call(step, self._num_steps)
-        self._num_steps += 1
-        if self._agreed:
-            self._begin_call(call)
-        else:
-            # Ranks with different options may interpret the same call differently.
-            self._begin_call("the first step() or eval()")
+        with self:
+            step, facts, mistake = self._prepare(prepare, train, keep_outputs)
+        if mistake is not None:
+            raise mistake
+        with self:
+            return step, self._run(step, facts, train)
+
+    def _prepare(
+        self, prepare: Callable[[], StepState], train: bool, keep_outputs: bool
+    ) -> tuple[StepState, Sequence[BatchFacts], Exception | None]:
+        """Agree with the other ranks on the step; the exception says why it can't run."""
+        bound, num_splits = self._train if train else self._eval, self.requested.num_splits
+        step, mine, mistake = StepState(0), None, None
+        try:
+            step = prepare()
+            mine = bound.batch_facts(step, self._num_steps)
+        except Exception as error:
+            mistake = error
+        call = bound.describe_call(self._num_steps, keep_outputs=keep_outputs)
+        # Ranks with different options may interpret the same call differently.
+        self._begin_call(call if self._agreed else "the first step() or eval()")
+        if not self._agreed:
             self._agree(step, call)
+        facts, mistake = gather_batch_facts(mine, mistake, self._transport)
+        if mistake is not None:
+            self._transport.end()
+        elif num := max(each.num_with_rows for each in facts):
+            step.truncate(num * num_splits)
+            self._bind(train, num * num_splits)
+        return step, facts, mistake
+
+    def _begin_call(self, call: str) -> None:
+        self._transport.begin(f"{call} of schedule {self._transport.schedule_index}")
+
+    def _run(self, step: StepState, facts: Sequence[BatchFacts], train: bool) -> Tensor | None:
+        bound = self._last = self._running = self._bind(train, len(step.outputs))
+        bound.executor.marks = []
+        self._num_steps += 1
         was_sharded = self._replicas.sharded
         self._find_replicas()
         if self._replicas.sharded is not was_sharded:
-            self._train.rebind(self._lowered())
-        bound.begin(step, self._num_steps)
+            for (trains, num), each in self._bound.items():
+                if trains:
+                    each.rebind(self._lowered(trains, num))
+        bound.begin(step, facts, self._num_steps)
         with ExitStack() as around:
             if train:
                 around.enter_context(self.shared_buffers.guarded())
@@ -157,9 +215,6 @@ class Engine:
         self._transport.end()
         self._running = None
         return losses
-
-    def _begin_call(self, call: str) -> None:
-        self._transport.begin(f"{call} of schedule {self._transport.schedule_index}")
 
     def _agree(self, step: StepState, call: str) -> None:
         """Check before the first step that all ranks have one program and one set of options."""
@@ -216,6 +271,7 @@ class Engine:
 
     def run_pairs_by(self, function: PairFunction) -> None:
         """Run the overlapped pairs of training steps by ``function``."""
+        self._pair_function = function
         self._train.rebind(pair_function=function)
 
     # --- failure -----------------------------------------------------------------------------
@@ -240,6 +296,9 @@ class Engine:
         bound, self._running = self._running, None
         if self._is_single_process and (bound is None or not bound.executor.marks):
             return None  # nothing has run, so no other rank is affected
+        if bound is None and isinstance(error, ScheduleError):
+            self._transport.end()
+            return None  # nothing has run, and the ranks that disagree all raise it
         failed = None if bound is None else bound.executor.failed
         placed = _placed(error, failed, self.program) if failed is not None else error
         raised = self._transport.fail(placed) or placed

@@ -3,7 +3,7 @@
 Rows are split as evenly as possible: 10 rows in 4 microbatches are 3, 3, 2, 2. No row is dropped or
 padded. Each microbatch has the same weight in the mean loss, even if their numbers of rows differ.
 For the batch's own mean pass divisible batches (``drop_last=True``), or sum in the loss and pass
-``scale_grads=False``.
+``scale_grads=False``. A step with fewer rows than microbatches runs one microbatch per row.
 
     tensors in any pytree (see ``stage/pytree.py``)    split
     a BlockMask of flex attention                      split along its batch dimension, if not 1
@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from penstock.stage.pytree import NAMESPACE, flatten, same_value, unflatten
 
-__all__ = ["Reducer", "Replicate", "TensorChunkSpec", "check_ready", "check_rows"]
+__all__ = ["Reducer", "Replicate", "TensorChunkSpec", "check_ready", "num_with_rows"]
 __all__ += ["inputs_digest", "merge_chunks", "split_args_kwargs_into_chunks", "split_tree"]
 __all__ += ["sum_reducer"]
 
@@ -101,7 +101,8 @@ def split_tree(
 
     ``spec`` is a ``TensorChunkSpec`` for all leaves, a tree of them that is a prefix of ``tree``,
     or None for dimension 0; a leaf whose spec is None is given to every chunk. ``seen`` is filled
-    with the numbers of rows of the split tensors, each with the first shape.
+    with the numbers of rows of the split tensors, each with the first shape; with it, the last
+    chunks may be empty (see ``num_with_rows``).
     """
     leaves, treedef = flatten(tree, _is_packed)
     specs = _leaf_specs(tree, len(leaves), spec)
@@ -157,16 +158,17 @@ def _split_leaf(
             f"{shown} has no dimension {dim} to be split along; pass another in its TensorChunkSpec"
         )
     rows = shape[dim]
-    if rows < chunks:
+    least = chunks if seen is None else 1
+    if rows < least:
         raise ValueError(
             f"{shown} can't be split into {chunks} microbatches along dimension {dim}; pass at "
-            f"least {chunks} rows, or use n_microbatches={rows}; {_NOT_SPLIT}"
+            f"least {least} row{'s' if least > 1 else ''}; {_NOT_SPLIT}"
         )
-    parts = torch.tensor_split(tensor, chunks, dim=dim)
-    if is_mask:
-        return [_part_of_mask(leaf, part) for part in parts]
     if seen is not None:
         seen.setdefault(rows, shape)
+    parts = torch.tensor_split(tensor, chunks, dim=dim)
+    if is_mask:
+        return [_part_of_mask(leaf, part) if len(part) else leaf for part in parts]
     if tensor.requires_grad or type(tensor) is not Tensor:
         return parts
     # Each microbatch has its own version counter, since a model may write into one microbatch while
@@ -187,8 +189,12 @@ def _part_of_mask(mask: Any, rows: Tensor) -> Any:
     return part
 
 
-def check_rows(counts: Mapping[int, torch.Size], chunks: int) -> None:
-    """Check that ``seen`` of ``split_tree`` has numbers of rows that are cut at the same places."""
+def num_with_rows(counts: Mapping[int, torch.Size], chunks: int) -> int:
+    """The number of chunks that have rows, by ``seen`` of ``split_tree``; 0 if nothing was split.
+
+    Raises:
+        ValueError: the tensors' rows are cut at different places.
+    """
     if len(counts) > 1 and any(rows % chunks for rows in counts):
         rows, other = sorted(counts, reverse=True)[:2]
         raise ValueError(
@@ -196,6 +202,7 @@ def check_rows(counts: Mapping[int, torch.Size], chunks: int) -> None:
             f"{tuple(counts[other])} are cut at different places for {chunks} microbatches; "
             f"{_NOT_SPLIT}"
         )
+    return min(chunks, *counts) if counts else 0
 
 
 def split_args_kwargs_into_chunks(

@@ -22,7 +22,7 @@ from penstock.runtime.comm.process_group import make_transport
 from penstock.runtime.config import LossFn, RunConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.overlap import PairFunction
-from penstock.runtime.step import BatchSplitter
+from penstock.runtime.step import BatchSplitter, StepState
 from penstock.schedule.action import Step
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family
@@ -49,7 +49,7 @@ class PipelineSchedule:
     Attributes:
         n_microbatches, scale_grads: as in the options.
         has_loss: whether there is a loss function; without one, steps train nothing.
-        losses: the last step's losses, shape (microbatches,), on every rank; None without a loss.
+        losses: the last step's losses, shape (microbatches with rows,), on every rank; None without a loss.
         metrics: per microbatch, the metrics of the loss function, on the rank where it ran.
         rank, pp_group_size: this process's rank, and the number of ranks.
         num_stages, n_local_stages: the numbers of stages in all, and on this rank.
@@ -213,10 +213,10 @@ class PipelineSchedule:
     ) -> Any:
         """Run one training step: gradients are added to the parameters' ``.grad``.
 
-        A batch is split by rows, as evenly as possible: 5 rows in 4 microbatches are 2, 1, 1, 1.
-        Gradients are those of the mean of the microbatches' means: if rows do not divide, rows of
-        shorter microbatches count more. An object that is in no pytree registry goes whole to
-        every microbatch.
+        A batch is split by rows, as evenly as possible: 5 rows in 4 microbatches are 2, 1, 1, 1,
+        and 3 rows run in 3 microbatches of 1, on all ranks. Gradients are those of the mean of the
+        microbatches' means: if rows do not divide, rows of shorter microbatches count more. An
+        object that is in no pytree registry goes whole to every microbatch.
 
         Args:
             args: the model's inputs, a whole batch (needed on the rank of the first stage; in a
@@ -233,7 +233,8 @@ class PipelineSchedule:
             On the rank of the last stage (likewise) the outputs, unless turned off; else None.
 
         Raises:
-            PenstockError: this rank or another one failed; see the subclasses.
+            PenstockError: this rank or another one failed; see the subclasses. If nothing had run,
+                on any rank (missing inputs, a batch that can't be split), the next step may follow.
             ValueError: the outputs can't be merged. The step is complete; the next one may follow.
         """
         kwargs |= {"return_outputs": return_outputs, "loss_kwargs": loss_kwargs}
@@ -254,16 +255,20 @@ class PipelineSchedule:
         engine, splitter, config = self.engine, self.splitter, self._config
         filled, merge = kwargs.pop("losses"), kwargs.pop("merge_outputs", True)
         mode = nullcontext() if train else torch.no_grad()
-        with exclusive_step(engine, self._group), engine, mode:
-            train = train and self.has_loss and engine.requested.has_backward
+        train = train and self.has_loss and engine.requested.has_backward
+
+        def prepare() -> StepState:
             if train and config.backward_requires_autograd and not torch.is_grad_enabled():
                 raise StageError("step() computes gradients, but runs under no_grad; use eval()")
             if not isinstance(filled, list | None):
                 raise TypeError(
                     f"losses is a {type(filled).__name__}, expected a list, to be filled"
                 )
-            step = splitter.split(args, kwargs)
-            computed = engine.run(step, train=train)
+            return splitter.split(args, kwargs)
+
+        keep_outputs = kwargs.get("return_outputs", True)
+        with exclusive_step(engine, self._group), mode:
+            step, computed = engine.run(prepare, train=train, keep_outputs=keep_outputs)
         self.losses = splitter.merge_losses(computed)
         self.metrics = step.metrics if splitter.has_last else []
         if filled is not None:

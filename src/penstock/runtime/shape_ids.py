@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.stage.pytree import flatten, is_plain
 from penstock.stage.stage import Stage
 
-__all__ = ["condition_id", "shape_ids"]
+__all__ = ["condition_id", "inputs_id", "shape_ids"]
 
 
 def condition_id(
@@ -51,6 +51,13 @@ def shape_ids(
     """
     calls = zip(args, kwargs, strict=True)
     return [_digest((*conditions, _key(*call, step))) for call in calls]
+
+
+def inputs_id(
+    args: Sequence[tuple[Any, ...]], kwargs: Sequence[Mapping[str, Any]], step: int
+) -> int:
+    """The id of the shapes of all microbatches' inputs, without conditions; 32 bits, never 0."""
+    return _digest([_key(*call, step) for call in zip(args, kwargs, strict=True)]) >> 31 | 1
 
 
 def _digest(key: object) -> int:

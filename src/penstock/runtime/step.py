@@ -42,6 +42,8 @@ class StepState:
         self.args: Sequence[tuple[Any, ...]] | None = None
         self.kwargs: Sequence[Mapping[str, Any]] = [{}] * num_microbatches
         self.targets: Sequence[Any] | None = None
+        # The number of the batch's microbatches with rows; 0 where this rank can't tell.
+        self.num_with_rows = 0
         self.loss_kwargs: Mapping[str, Any] = {}
         self.keep_outputs = False
         # The ids of the inputs' shapes and the seed of random streams, the same on all ranks.
@@ -62,6 +64,14 @@ class StepState:
             self.loss_dtype = loss.dtype
         self.losses[microbatch] = loss
         self.loss_dtype = torch.promote_types(loss.dtype, self.loss_dtype or loss.dtype)
+
+    def truncate(self, num_microbatches: int) -> None:
+        """Drop the microbatches without rows."""
+        self.kwargs = self.kwargs[:num_microbatches]
+        self.args = None if self.args is None else self.args[:num_microbatches]
+        self.targets = None if self.targets is None else self.targets[:num_microbatches]
+        for results in (self.shape_ids, self.outputs, self.losses, self.metrics):
+            del results[num_microbatches:]
 
     def given(self, microbatch: int) -> list[Tensor]:
         """This rank's input tensors of a microbatch."""
@@ -108,7 +118,7 @@ class BatchSplitter:
         # Row counts of the tensors that count here: where inputs enter, and losses are computed.
         rows: dict[int, torch.Size] = {}
         specs = (config.args_chunk_spec, config.kwargs_chunk_spec)
-        seen = (rows if self.has_first else None, rows)
+        seen = (rows if self.has_first else {}, rows)
         arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(args, kwargs, num, *specs, seen=seen)
         if args or kwargs or ready["arg_mbs"] or ready["kwarg_mbs"]:
             step.args = self._split_sequences(ready["arg_mbs"] or arg_mbs)
@@ -116,7 +126,11 @@ class BatchSplitter:
         targets = ready["target_mbs"]
         if targets is None and target is not None and self.has_last:
             targets = split_tree(target, num, seen=rows)
-        microbatch.check_rows(rows, num)
+        step.num_with_rows = microbatch.num_with_rows(rows, num)
+        if any(item is not None for mbs in ready.values() for item in mbs or ()):
+            if 0 < step.num_with_rows < num:
+                raise ValueError(f"{step.num_with_rows} rows beside {num} ready microbatches")
+            step.num_with_rows = num
         if targets is not None:
             step.targets = self._split_sequences(targets)
         return step

@@ -17,7 +17,11 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.loss import needs_target
-from penstock.runtime.microbatch import split_args_kwargs_into_chunks, split_tree
+from penstock.runtime.microbatch import (
+    num_with_rows,
+    split_args_kwargs_into_chunks,
+    split_tree,
+)
 
 __all__ = ["PlainResult", "Snapshot", "Tolerance", "assert_same", "plain_step", "snapshot"]
 
@@ -82,11 +86,16 @@ def plain_step(
     num = n_microbatches if n_microbatches is not None else next(iter(ready), None)
     if num is None:
         raise ValueError("pass n_microbatches=, or lists of ready microbatches")
-    split_args, split_kwargs = split_args_kwargs_into_chunks(args, kwargs, num)
-    targets = split_tree(target, num) if target_mbs is None else target_mbs
+    rows: dict[int, torch.Size] = {}
+    split_args, split_kwargs = split_args_kwargs_into_chunks(args, kwargs, num, seen=(rows, rows))
+    targets = split_tree(target, num, seen=rows) if target_mbs is None else target_mbs
+    num = num_with_rows(rows, num) or num
     losses, outputs, metrics = [], [], []
     for positional, named, wanted in zip(
-        arg_mbs or split_args, kwarg_mbs or split_kwargs, targets, strict=True
+        (arg_mbs or split_args)[:num],
+        (kwarg_mbs or split_kwargs)[:num],
+        targets[:num],
+        strict=True,
     ):
         output = model(*positional, **named)
         against = () if wanted is None and not needs_target(loss_fn) else (wanted,)

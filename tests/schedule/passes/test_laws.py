@@ -16,11 +16,13 @@ from penstock.schedule.passes import (
     forward_only,
     insert_sharding,
     insert_transfers,
+    lower,
     merge_backward,
     offload,
     recompute,
     reduce_gradients,
 )
+from penstock.schedule.passes.lower import keep_microbatches
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import COMPUTE, COVERS, TRANSFERS
 from penstock.schedule.text import format_csv, parse_csv
@@ -41,6 +43,22 @@ SENDS = {Op.SEND_F: Op.FORWARD, Op.SEND_B: Op.INPUT_GRAD}
 
 def without(steps: tuple[Step, ...], ops: frozenset[Op]) -> tuple[Step, ...]:
     return tuple(step for step in steps if not any(act.op in ops for act in step.parts))
+
+
+@given(computed_programs(max_splits=3), st.data())
+def test_the_first_microbatches_run_in_the_same_order(
+    program: Program, data: st.DataObject
+) -> None:
+    whole = data.draw(st.integers(program.placement.num_directions, program.num_whole_microbatches))
+    num = whole * program.num_splits
+    lowered = lower(program)
+    kept = keep_microbatches(program, num)
+    assert (kept.num_whole_microbatches, kept.num_splits) == (whole, program.num_splits)
+    for steps, before in zip(kept.ranks, program.ranks, strict=True):
+        acts = [act for step in steps for act in step.parts]
+        all_acts = [act for step in before for act in step.parts]
+        assert acts == [act for act in all_acts if act.microbatch in range(num)]
+    assert problems(lower(kept)) == () == problems(keep_microbatches(lowered, num))
 
 
 @given(computed_programs(max_splits=3))

@@ -1,4 +1,4 @@
-"""Consistency checks between ranks: same calls, same order, same program and options."""
+"""Consistency checks between ranks: same calls, same order, same program, options and batch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import ScheduleError, Where
+from penstock.cause import as_error, cause_of, decode_failure, encode_failure
+from penstock.errors import ScheduleError, StageError, Where
 from penstock.runtime.comm.base import Transport
 from penstock.schedule.messages import runs_of
 
-__all__ = ["check_consistent", "digest", "exclusive_step", "pack_header", "unpack_headers"]
+__all__ = ["BatchFacts", "check_consistent", "digest", "exclusive_step", "gather_batch_facts"]
+__all__ += ["pack_header", "unpack_headers"]
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +75,73 @@ def check_consistent(
                 f"the ranks do not agree on {fact} ({', '.join(texts)}); pass the same on "
                 "every rank"
             )
+
+
+class BatchFacts(NamedTuple):
+    """A rank's facts about a step's batch, gathered before anything runs.
+
+    Fields: the id of its run conditions, 63 bits; the number of microbatches with rows and the id
+    of its inputs, 32 bits each, 0 where it has no such arguments.
+    """
+
+    conditions: int
+    num_with_rows: int = 0
+    inputs: int = 0
+
+
+# Gathered in place of the facts of a rank whose batch can't run.
+_MISTAKE = -1
+
+
+def gather_batch_facts(
+    facts: BatchFacts | None, mistake: Exception | None, transport: Transport
+) -> tuple[list[BatchFacts], Exception | None]:
+    """Gather the facts about a step's batch from all ranks; a collective call.
+
+    Args:
+        facts: this rank's; None with a mistake.
+        mistake: the exception by which this rank can't run the step.
+        transport: this rank's connection.
+
+    Returns:
+        The facts by rank; and the exception to raise, on every rank, if one of them has made a
+        mistake or they disagree: this rank's own, or that of the first rank that has one.
+    """
+    number = _MISTAKE
+    if facts is not None:
+        number = (facts.inputs << 32 | facts.num_with_rows) << 63 | facts.conditions
+    gathered = transport.all_gather_ints(number)
+    if _MISTAKE in gathered:
+        mine = (
+            b""
+            if mistake is None
+            else encode_failure("", cause_of(mistake, transport.rank, ())).encode()
+        )
+        failure = decode_failure(next(filter(None, transport.all_gather_bytes(mine))))
+        assert failure is not None
+        return [], mistake or as_error(failure[1], ())
+    low = (1 << 63) - 1
+    by_rank = [BatchFacts(n & low, n >> 63 & 0xFFFFFFFF, n >> 95) for n in gathered]
+    return by_rank, _difference(by_rank)
+
+
+def _difference(by_rank: Sequence[BatchFacts]) -> StageError | None:
+    counts = {rank: f.num_with_rows for rank, f in enumerate(by_rank) if f.num_with_rows}
+    if len({*counts.values()}) > 1:
+        shown = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
+        return StageError(
+            f"the ranks' batches fill different numbers of microbatches ({shown}); in a batch with "
+            "fewer rows than microbatches, all tensors that are split have the same number of rows"
+        )
+    entries = {rank: f.inputs for rank, f in enumerate(by_rank) if f.inputs}
+    if len({*entries.values()}) > 1:
+        first, *others = entries
+        other = next(rank for rank in others if entries[rank] != entries[first])
+        return StageError(
+            f"the inputs on rank {other} have other shapes than those on rank {first}; each rank "
+            "where the model's inputs enter passes the whole batch"
+        )
+    return None
 
 
 def pack_header(number: int, call: str) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, Step, action
@@ -18,6 +19,7 @@ from penstock.schedule.rules import COMPUTE, INPUT_GRADS, TRANSFERS, WEIGHT_GRAD
 __all__ = [
     "forward_only",
     "insert_sharding",
+    "keep_microbatches",
     "lower",
     "merge_backward",
     "offload",
@@ -148,6 +150,26 @@ def forward_only(program: Program) -> Program:
         [act for step in steps for act in step.parts if act.op is Op.FORWARD]
         for steps in program.ranks
     )
+
+
+def keep_microbatches(program: Program, num_microbatches: int) -> Program:
+    """Keep the first microbatches, for a batch with fewer rows than microbatches.
+
+        before   0F0 0F1 0F2 (0F3;0B0)OVERLAP_F_B 0B1 0B2 0B3        after, 2   0F0 0F1 0B0 0B1
+
+    Keeps the order of the remaining actions, so the result of a valid program is valid.
+    """
+    refuse_no_program(program, "keep_microbatches()")
+    if num_microbatches == program.num_microbatches:
+        return program
+    ranks = []
+    for steps in program.ranks:
+        kept: list[Step] = []
+        for step in steps:
+            parts = [a for a in step.parts if (a.microbatch or 0) < num_microbatches]
+            kept += [step] if len(parts) == len(step.parts) else parts
+        ranks.append(kept)
+    return replace(program.with_ranks(ranks), num_microbatches=num_microbatches)
 
 
 def merge_backward(program: Program) -> Program:
