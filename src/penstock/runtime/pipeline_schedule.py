@@ -49,7 +49,8 @@ class PipelineSchedule:
     Attributes:
         n_microbatches, scale_grads: as in the options.
         has_loss: whether there is a loss function; without one, steps train nothing.
-        losses: the last step's losses, shape (microbatches with rows,), on every rank; None without a loss.
+        losses: the last step's losses, shape (microbatches with rows,), on every rank; None
+            without a loss.
         metrics: per microbatch, the metrics of the loss function, on the rank where it ran.
         rank, pp_group_size: this process's rank, and the number of ranks.
         num_stages, n_local_stages: the numbers of stages in all, and on this rank.
