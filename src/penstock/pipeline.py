@@ -199,7 +199,8 @@ class Pipeline(ModelState):
 
     @folds_tracebacks
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
-        """Run the forward without a graph. Arguments are those of ``step``.
+        """Run the forward without a graph, also under ``torch.inference_mode``. Arguments are
+        those of ``step``.
 
         Returns:
             The model's output for the whole batch on the rank of the last stage; None on other

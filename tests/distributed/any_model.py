@@ -35,6 +35,10 @@ def _train(rank: int, name: str, schedule: str) -> list[str]:
     pipe = Pipeline(
         model, example=case.example(), schedule=schedule, n_microbatches=4, timeout_s=TIMEOUT_S
     )
+    pipe.train(False)
+    with torch.inference_mode():
+        assert (pipe.eval(**case.example(rows=6)) is None) == (not pipe._schedule.splitter.has_last)
+    pipe.train()
     for step in range(2):
         batch = case.example(rows=6, seed=step)
         # All ranks alike, or the first alone.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -78,12 +79,34 @@ class FailedElsewhere:
         pipe = Pipeline(layers, loss_fn=nn.functional.mse_loss, n_microbatches=2, group=group)
         if rank == 0:
             return [lambda: clip_grad_norm_(pipe.parameters(), 1.0, group=group)]
+        stop = mock.Mock(side_effect=KeyboardInterrupt("stopped"))
+        pipe._schedule.splitter.split = stop  # type: ignore[method-assign]
+        return [lambda: pipe.step(torch.ones(4, DIM), target=torch.ones(4, DIM))]
+
+
+@dataclass(frozen=True)
+class MistakenElsewhere:
+    """Rank 1's step has a mistake, while rank 0 clips gradients."""
+
+    def __call__(self, rank: int, group: dist.ProcessGroup) -> list[Run]:
+        layers = [nn.Linear(DIM, DIM) for _ in range(2)]
+        pipe = Pipeline(layers, loss_fn=nn.functional.mse_loss, n_microbatches=2, group=group)
+        if rank == 0:
+            return [lambda: clip_grad_norm_(pipe.parameters(), 1.0, group=group)]
         return [lambda: pipe.step(torch.ones(4, DIM), target=torch.ones(3, DIM), target_mbs=[])]
+
+
+def test_a_mistake_in_another_call_is_the_cause() -> None:
+    case = MistakenElsewhere()
+    waited, failed = (told[0] for told in played((case,), 2)[case])
+    assert waited.kind == failed.kind == "ScheduleError"
+    assert "rank 0 is in clip_grad_norm_(), and rank 1 in the first step()" in failed.message
+    assert failed.cause is not None and "target= and target_mbs were both given" in failed.cause
 
 
 def test_errors_in_another_call_are_raised() -> None:
     waited, failed = (told[0] for told in played((FailedElsewhere(),), 2)[FailedElsewhere()])
-    assert failed.kind == "ValueError"
+    assert failed.kind == "KeyboardInterrupt"
     assert waited.elapsed_s < SOON_S
     assert waited.kind == "PeerError"
     assert waited.where[0] == 1

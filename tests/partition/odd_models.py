@@ -116,6 +116,18 @@ class Loose(NetBase):
         return self.head(x + self.shift + self.offset)
 
 
+class Scattered(NetBase):
+    """A block's rows are written into a tensor that the top-level forward makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            rows = torch.zeros(x.shape)
+            rows[:] = block(x)
+            x = rows
+        return self.head(x)
+
+
 class TiedInGlue(NetBase):
     """Computes with the embedding's weight again at the end, outside of the module."""
 
@@ -213,6 +225,7 @@ ODD_MODELS = {
         InPlace,
         Skips,
         Loose,
+        Scattered,
         TiedInGlue,
         CalledTwice,
         Uneven,

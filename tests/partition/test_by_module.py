@@ -77,6 +77,29 @@ def test_odd_models(name: str, split: Any, schedule: str) -> None:
         assert torch.equal(pipe.eval(**given), torch.cat([plain(**part) for part in parts]))
 
 
+@pytest.mark.parametrize("name", ODD_MODELS)
+def test_evaluation_in_inference_mode(name: str) -> None:
+    """As the first call and after a step, on tensors made inside and outside of it."""
+    model = odd_model(name)
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(
+        model, loss_fn=square, split=["blocks.1", "blocks.3", "head"], ranks=4, n_microbatches=3
+    )
+    tolerance = ROUNDING if name in SUMMED else None
+    for _ in range(2):
+        given = batch(name, 6)
+        parts = split_args_kwargs_into_chunks((), given, 3)[1]
+        with torch.no_grad():
+            expected = torch.cat([plain(**part) for part in parts])
+        with torch.inference_mode():
+            assert torch.equal(pipe.eval(**given), expected)
+            inside = {each: value.clone() for each, value in given.items()}
+            assert torch.equal(pipe.eval(**inside), expected)
+        loss = pipe.step(**given)
+        torch.testing.assert_close(loss, plain_step(plain, square, n_microbatches=3, **given).loss)
+        assert_same(snapshot(pipe), snapshot(plain), tolerance=tolerance)
+
+
 def test_without_an_example_the_first_batch_is_one() -> None:
     model = odd_model("Skips")
     plain = copy.deepcopy(model)

@@ -178,11 +178,14 @@ class Engine:
         except Exception as error:
             mistake = error
         call = bound.describe_call(self._num_steps, keep_outputs=keep_outputs)
-        # Ranks with different options may interpret the same call differently.
-        self._begin_call(call if self._agreed else "the first step() or eval()")
-        if not self._agreed:
-            self._agree(step, call)
-        facts, mistake = gather_batch_facts(mine, mistake, self._transport)
+        try:
+            # Ranks with different options may interpret the same call differently.
+            self._begin_call(call if self._agreed else "the first step() or eval()")
+            if not self._agreed:
+                self._agree(step, call)
+            facts, mistake = gather_batch_facts(mine, mistake, self._transport)
+        except ScheduleError as error:
+            raise error from mistake
         if mistake is not None:
             self._transport.end()
         elif num := max(each.num_with_rows for each in facts):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -245,7 +245,8 @@ class PipelineSchedule:
     def eval(
         self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any
     ) -> Any:
-        """Run the forwards alone, without a graph. Arguments and result are those of ``step``.
+        """Run the forwards alone, without a graph, also under ``torch.inference_mode``. Arguments
+        and result are those of ``step``.
 
         Losses are computed where a target is given; for these alone, where outputs can't be
         merged or are not wanted, pass ``return_outputs=False``.
@@ -255,7 +256,6 @@ class PipelineSchedule:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Any:
         engine, splitter, config = self.engine, self.splitter, self._config
         filled, merge = kwargs.pop("losses"), kwargs.pop("merge_outputs", True)
-        mode = nullcontext() if train else torch.no_grad()
         train = train and self.has_loss and engine.requested.has_backward
 
         def prepare() -> StepState:
@@ -268,7 +268,7 @@ class PipelineSchedule:
             return splitter.split(args, kwargs)
 
         keep_outputs = kwargs.get("return_outputs", True)
-        with exclusive_step(engine, self._group), mode:
+        with exclusive_step(engine, self._group), nullcontext() if train else _evaluation():
             step, computed = engine.run(prepare, train=train, keep_outputs=keep_outputs)
         self.losses = splitter.merge_losses(computed)
         self.metrics = step.metrics if splitter.has_last else []
@@ -287,6 +287,13 @@ class PipelineSchedule:
 
         def __getattr__(self, name: str) -> None:
             raise no_attribute(self, name, OF_SCHEDULE)
+
+
+@contextmanager
+def _evaluation() -> Iterator[None]:
+    # Not in inference mode, whose tensors don't count the writes that stages look for.
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def group_of(stages: Sequence[PipelineStage]) -> dist.ProcessGroup | None:
