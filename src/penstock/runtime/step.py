@@ -70,7 +70,7 @@ class StepState:
         self.kwargs = self.kwargs[:num_microbatches]
         self.args = None if self.args is None else self.args[:num_microbatches]
         self.targets = None if self.targets is None else self.targets[:num_microbatches]
-        for results in (self.shape_ids, self.outputs, self.losses, self.metrics):
+        for results in (self.shape_ids, self.outputs, self.metrics):
             del results[num_microbatches:]
 
     def given(self, microbatch: int) -> list[Tensor]:
