@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from penstock.search.list_schedule import (
     run_pattern,
 )
 from penstock.search.local_search import ExchangedOrder, anneal
-from penstock.search.problem import SearchProblem, TimedOrder
+from penstock.search.problem import Objective, SearchProblem, TimedOrder
 from tests.readiness import prerequisites
 from tests.search.problems import LATE_COSTS, problem_of, problems
 
@@ -299,3 +300,22 @@ def test_neighbours_become_blocks_where_that_takes_less_time() -> None:
     ]
     assert overlapped(problem, build("gpipe", ranks=2, microbatches=4)) is None
     assert overlapped(problem_of(linear(2), 4), build("1f1b", ranks=2, microbatches=4)) is None
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_patterns_and_critical_paths_do_not_depend_on_the_unit_of_costs(
+    objective: Objective,
+) -> None:
+    """Powers of two, so that times are the same to the last bit."""
+
+    def found(unit: float) -> tuple[object, ...]:
+        costs = Costs(
+            forward=unit, input_grad=1.4 * unit, weight_grad=0.7 * unit, latency=0.3 * unit
+        )
+        problem = problem_of(v_shape(4), 8, limit=8, costs=costs, objective=objective)
+        pattern = lay_pattern(problem, PatternParams(packed=True))
+        timed = ExchangedOrder(problem, run_pattern(problem, PatternParams(packed=True)).order)
+        pairs = [timed.neighbours(Random(seed)) for seed in range(20)]
+        return [start / unit for start in pattern.starts], timed.order, pairs
+
+    assert found(2.0**-40) == found(1.0)

@@ -89,12 +89,12 @@ class ExchangedOrder:
             ends[acts[-1]] - origin
             for acts, origin in zip(self._order, self._problem.origins, strict=True)
         ]
-        last = random.choice([r for r, time in enumerate(late) if time >= max(late) - _NEAR])
+        last = random.choice([r for r, time in enumerate(late) if time >= max(late) * (1 - _NEAR)])
         act = self._order[last][-1]
         pairs = []
         while True:
             start = ends[act] - self._durations[act]
-            near = start - _NEAR * (1 + start)
+            near = start * (1 - _NEAR)
             waited_for = [need for need, delay in self._needs[act] if ends[need] + delay >= near]
             place = place_of[act]
             if place:

@@ -28,7 +28,7 @@ from penstock.schedule.placement import Placement
 
 __all__ = ["PeriodicPattern", "PeriodicSlots", "chain_pattern"]
 
-# The tolerance for equal times.
+# The tolerance for equal times, as a share of the period.
 _NEAR = 1e-9
 
 
@@ -61,7 +61,7 @@ class PeriodicSlots:
     """The busy intervals of a rank modulo a period: sorted (start, end) pairs; no two touch."""
 
     def __init__(self, period: float) -> None:
-        self._period = period
+        self._period, self._near = period, _NEAR * period
         self.busy: list[tuple[float, float]] = []
 
     def fit(self, start: float, length: float) -> float | None:
@@ -70,11 +70,11 @@ class PeriodicSlots:
         if not length or not busy:
             return start
         phase = start % period
-        first = bisect_right(busy, phase + _NEAR, key=itemgetter(1))
+        first = bisect_right(busy, phase + self._near, key=itemgetter(1))
         for place in range(first, first + len(busy) + 1):
             turns, number = divmod(place, len(busy))
             low, high = busy[number]
-            if low + turns * period >= phase + length - _NEAR:
+            if low + turns * period >= phase + length - self._near:
                 return start
             start += high + turns * period - phase
             phase = high + turns * period
@@ -86,9 +86,9 @@ class PeriodicSlots:
         end = phase + length
         # An interval that exceeds the period wraps around.
         for low, high in ((phase, min(end, self._period)), (0, end - self._period)):
-            if high > low + _NEAR:
-                since = bisect_left(busy, low - _NEAR, key=itemgetter(1))
-                until = bisect_right(busy, high + _NEAR, key=itemgetter(0))
+            if high > low + self._near:
+                since = bisect_left(busy, low - self._near, key=itemgetter(1))
+                until = bisect_right(busy, high + self._near, key=itemgetter(0))
                 touched = [(low, high), *busy[since:until]]
                 busy[since:until] = [(min(touched)[0], max(high for _, high in touched))]
 
