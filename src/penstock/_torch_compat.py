@@ -64,6 +64,17 @@ comm_hooks_of: Callable[[DistributedDataParallel], list[Any]] = attrgetter("_com
 broadcast_ddp_buffers: Callable[[DistributedDataParallel], Any] = methodcaller("_sync_buffers")
 
 
+def reset_parameters(module: nn.Module) -> None:
+    """Initialize a module's parameters as its constructor does, if it has a method for that.
+
+    That of ``nn.MultiheadAttention`` and ``nn.Transformer`` is private.
+    """
+    is_private = isinstance(module, (nn.MultiheadAttention, nn.Transformer))
+    reset = getattr(module, "_reset_parameters" if is_private else "reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
 def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The direct children with their names; a module registered twice appears twice."""
     return [(name, child) for name, child in children_of(module).items() if child is not None]

@@ -8,7 +8,7 @@ model, split, example ──► modules ──────────┘
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -19,7 +19,7 @@ from penstock.errors import PartitionError, ScheduleError
 from penstock.partition.cutting import ModelCut, cut_model
 from penstock.partition.materialize import materialize
 from penstock.partition.sequential import is_sequence, with_states
-from penstock.partition.spec import SplitSpec, own_loss
+from penstock.partition.spec import SplitSpec, describe, own_loss
 from penstock.partition.ties import SharedBuffers, Tie, find_ties
 from penstock.runtime.config import LossFn, PipelineSpec
 from penstock.schedule.program import Program
@@ -45,7 +45,8 @@ class Assembly:
     ties: Sequence[Tie]
     loss_fn: LossFn | None
     forecast: Forecast | None  # where the model was measured
-    state_names: frozenset[str] | None  # of the whole model; None if other ranks' are unknown
+    # The whole model's state: by name, the dtype, the shape and the stage; None if unknown.
+    layout: Mapping[str, str] | None
     takes_model_call: bool = False  # the stages accept the model's own call signature
     # The buffers of layers that several stages call, if known of all ranks.
     shared_buffers: SharedBuffers | None = None
@@ -91,23 +92,29 @@ def assemble(spec: PipelineSpec) -> Assembly:
     if spec.group is not None:
         local = program.placement.stages_of(spec.group.rank())
     ties: Sequence[Tie]
+    layout: Mapping[str, str] | None = None
     if not isinstance(model, nn.Module) and all(isinstance(m, PipelineStage) for m in model):
+        if spec.wrap_fn is not None:
+            raise PartitionError(
+                "wrap_fn= wraps the stages of a model that Pipeline cuts; wrap these modules "
+                "before making their PipelineStages"
+            )
         stages, cut = tuple(model), ModelCut(modules=())
         if [stage.stage_index for stage in stages] == list(range(program.num_stages)):
             modules = [stage.submod for stage in stages[: program.placement.num_model_stages]]
             stages, cut = tuple(stages[i] for i in local), ModelCut(modules=tuple(modules))
+            layout = _layout(cut.modules)
         ties = spec.shared or stages[0].ties or find_ties(cut.modules)
     else:
-        cut = _cut(spec, where, program)
-        mine = {i: cut.modules[program.placement.model_stage(i)] for i in local}
-        root = model if isinstance(model, nn.Module) else None
-        materialize(list(mine.values()), spec.device, spec.init_fn, root)
+        cut, number = _cut(spec, where, program), program.placement.model_stage
+        layout, ties = _layout(cut.modules), [*spec.shared, *find_ties(cut.modules)]
+        mine = {number(i): cut.modules[number(i)] for i in local}
+        roots = [model] if isinstance(model, nn.Module) else model
+        mine = materialize(mine, spec.device, roots, spec.init_fn, spec.wrap_fn)
         stages = tuple(
-            PipelineStage(module, i, program.num_stages, spec.device, group=spec.group)
-            for i, module in mine.items()
+            PipelineStage(mine[number(i)], i, program.num_stages, spec.device, group=spec.group)
+            for i in local
         )
-        ties = [*spec.shared, *find_ties(cut.modules)]
-    names = (plain_name(module, name) for module in cut.modules for name in module.state_dict())
     return Assembly(
         program=program,
         stages=stages,
@@ -115,7 +122,7 @@ def assemble(spec: PipelineSpec) -> Assembly:
         ties=ties,
         loss_fn=own_loss if spec.loss_fn is None and cut.has_loss else spec.loss_fn,
         forecast=forecast,
-        state_names=frozenset(names) if cut.modules else None,
+        layout=layout,
         takes_model_call=cut.whole_call,
         shared_buffers=SharedBuffers(dict(enumerate(cut.modules))) if cut.modules else None,
     )
@@ -127,6 +134,16 @@ def _cut(spec: PipelineSpec, split: SplitSpec | None, program: Program) -> Model
     num = program.placement.num_model_stages
     cut = cut_model(model, split, num, example=example, device=device, method=spec.method)
     return cut if program.num_splits == 1 else replace(cut, modules=with_states(cut.modules))
+
+
+def _layout(modules: Sequence[nn.Module]) -> dict[str, str]:
+    """By name in the model's state, the dtype, the shape, and the stages that hold it."""
+    found: dict[str, str] = {}
+    for stage, module in enumerate(modules):
+        for name, value in module.state_dict(keep_vars=True).items():
+            plain, where = plain_name(module, name), f"{describe(value)} in stage {stage}"
+            found[plain] = f"{found[plain]} and {where}" if plain in found else where
+    return found
 
 
 def _num_stages(model: ModelOrStages, split: SplitSpec | None, copies: int) -> int | None:

@@ -69,8 +69,12 @@ class Pipeline(ModelState):
         example: one microbatch, a tuple of positional or a dict of keyword arguments. Needed by
             ``"auto"`` and export. With an example, an unsplittable model raises at once.
         init_fn: initializes a module of a model on the meta device, of which each rank
-            materializes its own stages. If None, the model's ``_init_weights``, or the modules'
-            ``reset_parameters``.
+            materializes its own stages. If None, the modules' ``reset_parameters`` and the model's
+            ``_init_weights``. Every rank calls it for all modules, and draws the numbers of one
+            process.
+        wrap_fn: ``wrap_fn(stage_module, stage_index)`` wraps a stage (``fully_shard``,
+            ``torch.compile``) before it is materialized or moved to its device. Returns the wrapped
+            module, or None for a module changed in place.
         device: the stages' device. By default the CPU, or this process's GPU under torchrun.
         group: the process group; the default group if None.
         options: ``args_chunk_spec``, ``kwargs_chunk_spec``, ``output_merge_spec``,
@@ -104,6 +108,7 @@ class Pipeline(ModelState):
         method: Literal["module", "export"] | None = None,
         example: Example | None = None,
         init_fn: Callable[[nn.Module], Any] | None = None,
+        wrap_fn: Callable[[nn.Module, int], nn.Module | None] | None = None,
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
         **options: Any,
@@ -127,6 +132,7 @@ class Pipeline(ModelState):
                     method=method,
                     example=example,
                     init_fn=init_fn,
+                    wrap_fn=wrap_fn,
                     device=self.device,
                     group=group,
                     shared=options.get("shared", ()),
@@ -139,7 +145,9 @@ class Pipeline(ModelState):
         self._takes_model_call, self._forecast = made.takes_model_call, made.forecast
         options |= {"shared": made.ties, "is_single_process": group is None}
         self._schedule = ScheduleProgram(list(made.stages), made.program, made.loss_fn, **options)
-        super().__init__(made.stages, made.program.placement, made.ties, group, made.state_names)
+        names = None if made.layout is None else frozenset(made.layout)
+        super().__init__(made.stages, made.program.placement, made.ties, group, names)
+        self._schedule.engine.layout = made.layout
         if made.shared_buffers is not None:
             self._schedule.engine.shared_buffers = made.shared_buffers
         if self.program.num_microbatches == 1 < self.num_ranks and self.rank == 0:

@@ -156,17 +156,26 @@ def same_name(schedule: str, rank: int, group: dist.ProcessGroup) -> object:
     )
 
 
-def other_split(rank: int, group: dist.ProcessGroup) -> object:
-    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)))
+def cut_otherwise(
+    layers: tuple[list[nn.Linear], list[nn.Linear]],
+    split: tuple[Any, Any],
+    rank: int,
+    group: dist.ProcessGroup,
+) -> object:
+    """Each rank has layers and a split of its own."""
     pipe = Pipeline(
-        model,
+        nn.Sequential(*layers[rank]),
         loss_fn=nn.functional.mse_loss,
-        split=[2, 3] if rank else [2, 2],
+        split=split[rank],
         n_microbatches=4,
         group=group,
         timeout_s=20,
     )
     return pipe.step(BATCH, target=BATCH)
+
+
+def linears(num: int, **options: Any) -> list[nn.Linear]:
+    return [nn.Linear(DIM, DIM, **options) for _ in range(num)]
 
 
 def loss_on_one_rank_only(rank: int, group: dist.ProcessGroup) -> object:
@@ -411,7 +420,28 @@ MISTAKES = {
     "other order": Mistake(
         partial(same_name, "1f1b"), (SCH, SCH), "do not agree on the program .*rank 0: .*rank 1: "
     ),
-    "other split": Mistake(other_split, (PAR, PAR), "counts 5 layers, but there are 4", (1,)),
+    "too long a split": Mistake(
+        partial(cut_otherwise, (linears(4), linears(4)), ([2, 2], [2, 3])),
+        (PAR, PAR),
+        "counts 5 layers, but there are 4",
+        (1,),
+    ),
+    "other split": Mistake(
+        partial(cut_otherwise, (linears(5), linears(5)), ([2, 3], [3, 2])),
+        (SCH, SCH),
+        r"2.weight is float32\[4,4\] in stage 1 on rank 0, float32\[4,4\] in stage 0 on rank 1; "
+        "pass the same model and the same split",
+    ),
+    "one layer more": Mistake(
+        partial(cut_otherwise, (linears(4), linears(5)), ([2, 2], [2, 3])),
+        (SCH, SCH),
+        r"4.weight is missing on rank 0, float32\[4,4\] in stage 1 on rank 1",
+    ),
+    "other dtype": Mistake(
+        partial(cut_otherwise, (linears(4), linears(4, dtype=torch.float64)), ([2, 2], [2, 2])),
+        (SCH, SCH),
+        r"0.weight is float32\[4,4\] in stage 0 on rank 0, float64\[4,4\] in stage 0 on rank 1",
+    ),
     "loss on one rank only": Mistake(
         loss_on_one_rank_only, (SCH, SCH), "do not agree on .*loss.*False.*True"
     ),

@@ -63,11 +63,12 @@ def disagreement(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> dic
 def test_each_family_begins_as_the_plain_model_does(
     case: RealModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = case.model()
+    plain = case.model(seed=1)
+    model = on_meta(case)
     torch.manual_seed(1)
     with caplog.at_level(logging.WARNING, "penstock"):
         pipe = Pipeline(
-            on_meta(case),
+            model,
             split=[case.trunk[2]],
             example=case.example(),
             ranks=2,
@@ -77,7 +78,10 @@ def test_each_family_begins_as_the_plain_model_does(
     assert "initialized by nobody" not in caplog.text
     ours, wanted = values(pipe), values(plain)
     assert ours.keys() == wanted.keys()
-    assert not disagreement(ours, wanted)
+    if case.name == "vit":  # whose constructor draws two tensors by itself
+        assert not disagreement(ours, wanted)
+    else:
+        assert not [name for name in wanted if not torch.equal(ours[name], wanted[name])]
     assert pipe.step(**case.example()).isfinite()
 
 

@@ -44,7 +44,7 @@ def test_shared_tensors_stay_shared() -> None:
         first, last = nn.Linear(2, 2), nn.Linear(2, 2)
         last.weight = first.weight
         last.register_buffer("count", torch.zeros((), dtype=torch.int64))
-    materialize([first, last], CPU)
+    materialize({0: first, 1: last}, CPU, [first, last])
     assert first.weight is last.weight and first.weight.isfinite().all()
     assert int(last.get_buffer("count")) == 0
 
@@ -58,7 +58,7 @@ def test_uninitialized_parameters_are_nan_with_a_warning(caplog: pytest.LogCaptu
     with torch.device("meta"):
         bare = Bare()
     with caplog.at_level(logging.WARNING, "penstock"):
-        materialize([bare], CPU)
+        materialize({0: bare}, CPU, [bare])
     assert bare.weight.isnan().all()
     assert "initialized by nobody: weight; set them in init_fn=" in caplog.text
 
@@ -66,7 +66,7 @@ def test_uninitialized_parameters_are_nan_with_a_warning(caplog: pytest.LogCaptu
 def test_loaded_values_are_kept() -> None:
     linear = nn.Linear(2, 2)
     before = linear.weight.clone()
-    materialize([linear], CPU)
+    materialize({0: linear}, CPU, [linear])
     assert torch.equal(linear.weight, before)
 
 
@@ -98,7 +98,7 @@ def test_a_captured_stage_holds_no_other_stages_memory() -> None:
     with torch.device("meta"):
         cut = pipeline(NetBase(), (torch.ones(2, DIM),), split_spec={"blocks.2": BEGINNING})
     first, last = (cut.get_stage_module(i) for i in range(2))
-    materialize([first], CPU)
+    materialize({0: first}, CPU, [first])
     assert not any(p.is_meta for p in first.parameters())
     assert all(p.is_meta for p in last.parameters())
     first.load_state_dict({n: torch.ones_like(p) for n, p in first.state_dict().items()})

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from inspect import getattr_static
 from typing import Any, TypeAlias
 
@@ -29,6 +29,8 @@ __all__ = [
     "mark",
     "planned_trunks",
     "replay",
+    "reset_conv1d",
+    "ties_after_init",
     "without_cache",
 ]
 
@@ -85,6 +87,20 @@ def adapters(module: nn.Module) -> Sequence[str]:
     """The children that peft added to a layer; only peft knows how to initialize them."""
     names: Sequence[str] = getattr_static(module, "adapter_layer_names", ())
     return names
+
+
+def reset_conv1d(module: nn.Module) -> None:
+    """Initialize a ``Conv1D`` of GPT-2 as its constructor does, which has no method for it."""
+    utils: Any = sys.modules.get("transformers.pytorch_utils")
+    if utils is not None and type(module) is utils.Conv1D:
+        weight, bias = module.parameters()
+        nn.init.normal_(weight, std=0.02)
+        nn.init.zeros_(bias)
+
+
+def ties_after_init(modules: Iterable[nn.Module]) -> bool:
+    """True if a model among these modules ties its weights after their initialization."""
+    return any(hasattr(type(module), "_tied_weights_keys") for module in modules)
 
 
 def planned_trunks(model: nn.Module) -> tuple[str, ...]:

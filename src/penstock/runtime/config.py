@@ -102,6 +102,7 @@ class PipelineSpec:
     method: CutMethod | None
     example: Example | None
     init_fn: Callable[[nn.Module], Any] | None
+    wrap_fn: Callable[[nn.Module, int], nn.Module | None] | None
     device: torch.device
     group: dist.ProcessGroup | None
     shared: Sequence[Tie]

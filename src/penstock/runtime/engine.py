@@ -30,6 +30,7 @@ from penstock.runtime.bound_program import BoundProgram
 from penstock.runtime.comm.agreement import (
     BatchFacts,
     check_consistent,
+    check_same_layout,
     digest,
     gather_batch_facts,
 )
@@ -65,6 +66,8 @@ class Engine:
 
     Attributes:
         requested: the program passed by the caller.
+        layout: by name of the whole model's state, the dtype, the shape and the stage, to compare
+            between ranks; None if unknown.
         shared_buffers: the buffers of layers that several stages call; of this process's stages
             unless a caller with all stages sets more.
 
@@ -100,6 +103,7 @@ class Engine:
         number = placement.model_stage
         modules = {number(i): self.stages[i].submod for i in sorted(self.stages, key=number)}
         self.shared_buffers = SharedBuffers(modules)
+        self.layout: Mapping[str, str] | None = None
         self._wrapped: dict[int, list[object]] = {}
         # By stage the wrapper of its module, if any; and all of them as one.
         self._wrapper_of: dict[int, Replicas | None] = {}
@@ -240,6 +244,7 @@ class Engine:
             inputs = inputs_digest(step.args, step.kwargs)
             shown = {"the program": f"{program.name} {text}"}
             check_consistent(facts, self._transport, shown, inputs)
+            check_same_layout(self.layout, self._transport)
         self._shared_params.broadcast_values()
         self._agreed = True
 

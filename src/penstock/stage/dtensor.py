@@ -20,6 +20,7 @@ from penstock.errors import BoundaryError
 
 __all__ = ["DTensorMeta", "MeshOf", "dtensor_meta", "encode_placement", "find_mesh"]
 __all__ += ["from_local", "full_tensor", "is_dtensor", "local_part", "max_magnitude"]
+__all__ += ["sharded_like"]
 
 
 class DTensorMeta(NamedTuple):
@@ -87,6 +88,16 @@ def full_tensor(tensor: Any) -> Tensor:
     """The full tensor of a DTensor, in a collective over its mesh; any other tensor unchanged."""
     full: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
     return full
+
+
+def sharded_like(own: Any, value: Any) -> Any:
+    """A full tensor, which every process has, sharded as the DTensor ``own``; for another ``own``,
+    the value itself."""
+    if not is_dtensor(own) or is_dtensor(value):
+        return value
+    return _torch_dtensor().distribute_tensor(
+        value.to(own.device), own.device_mesh, own.placements, src_data_rank=None
+    )
 
 
 def max_magnitude(tensors: Sequence[Any]) -> Tensor:

@@ -22,7 +22,7 @@ from penstock.partition.plan import abbreviate
 from penstock.partition.ties import Tie, all_names, first_name
 from penstock.runtime.comm.process_group import collective_call, control_group, gather_objects
 from penstock.schedule.placement import Placement
-from penstock.stage.dtensor import full_tensor
+from penstock.stage.dtensor import full_tensor, sharded_like
 from penstock.stage.stage import Stage
 from penstock.stage.wrappers import named_plainly, plain_name
 
@@ -167,7 +167,7 @@ class ModelState:
                     was, expected = tuple(value.shape), tuple(own.shape)
                     misfits.append(f"{source} has shape {was}, expected {expected}")
                 else:
-                    loaded[name] = _sharded_like(own, value)
+                    loaded[name] = sharded_like(own, value)
             loads.append((stage.submod, loaded))
         unknown = [] if self._names is None else sorted(set(state_dict) - known - self._names)
         faults = [f"it lacks {abbreviate(sorted({*missing}))}"] if missing else []
@@ -209,15 +209,3 @@ def refuse_common(named: Iterable[tuple[str, int]]) -> None:
 
 def _has_shape(value: Any) -> bool:
     return isinstance(value, Tensor) and not is_lazy(value)
-
-
-def _sharded_like(own: Any, value: Any) -> Any:
-    """A full tensor, sharded as the tensor in whose place it is loaded."""
-    if not hasattr(own, "placements") or hasattr(value, "placements"):
-        return value
-    from torch.distributed.tensor import distribute_tensor  # the import takes a second
-
-    # Every process has the full tensor, and takes its own shard.
-    return distribute_tensor(
-        value.to(own.device), own.device_mesh, own.placements, src_data_rank=None
-    )

@@ -6,8 +6,8 @@
 The model's own forward runs on placeholders, with copies of its leaf modules:
 
     on shapes    a copy whose parameters are placeholders
-    on values    if that fails, as for experts that route tokens: small numbers as arguments, and
-                 as parameters where the module has none
+    on values    if that fails, as for experts that route tokens: small numbers as arguments and
+                 parameters
 
 The model and its RNG state stay unchanged.
 """
@@ -18,6 +18,7 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,6 @@ from penstock.partition.forward.placeholder import (
     TopLevelOps,
     ValueKind,
     ValueRef,
-    has_value,
     on_meta,
     refs_of,
     turn_into_placeholder,
@@ -120,8 +120,6 @@ class ForwardTracer:
         self._copies = {
             name: copy_with_tensors(leaf, self._placeholder) for name, leaf in leaves.leaves.items()
         }
-        # Kept until a trace shows that no values are needed: a rank may drop the other stages.
-        self._leaves: Mapping[str, nn.Module] = leaves.leaves
         self._needs_values = self.captures = False
         # Attributes set by leaf modules and replaced by the top-level forward. Reading one earlier
         # in a microbatch is an error, which the next run detects.
@@ -140,8 +138,6 @@ class ForwardTracer:
         while known < len(self._set) + len(self._replaced):
             known = len(self._set) + len(self._replaced)
             trace = self._run(args, dict(kwargs), training)
-        if not self._needs_values:
-            self._leaves = {}
         return trace
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> ForwardTrace:
@@ -315,17 +311,11 @@ class ForwardTracer:
                 logger.info("traced on values: %s can't run on shapes alone (%r)", leaf, error)
         self._needs_values = True
         replay({key: [] for key in marked}, marked)  # drops what hooks have collected
-        own = self._leaves.get(leaf, copy)
-        device = next((p.device for p in own.parameters() if not p.is_meta), self._device)
-
-        def with_value(tensor: Tensor) -> Tensor:
-            # Any values like those at initialization will do: only the result's shape matters.
-            is_kept = isinstance(tensor, nn.Parameter) and has_value(tensor)
-            return tensor if is_kept else with_values(tensor, device)
-
+        # Any values like those at initialization will do: only the result's shape matters.
+        values = partial(with_values, device=self._device)
         # Released after the call: a single module fits in memory if the model does not.
-        module = copy_with_tensors(own, with_value).train(copy.training)
-        return _call_copy(module, [with_values(each, device) for each in leaves], tree)
+        module = copy_with_tensors(copy, values).train(copy.training)
+        return _call_copy(module, [values(each) for each in leaves], tree)
 
     def _placeholder(self, tensor: Tensor, *refs: ValueRef) -> Tensor:
         """A placeholder for a tensor; a parameter for a parameter."""

@@ -18,8 +18,8 @@ from penstock.errors import ScheduleError, StageError, Where
 from penstock.runtime.comm.base import Transport
 from penstock.schedule.messages import runs_of
 
-__all__ = ["BatchFacts", "check_consistent", "digest", "exclusive_step", "gather_batch_facts"]
-__all__ += ["pack_header", "unpack_headers"]
+__all__ = ["BatchFacts", "check_consistent", "check_same_layout", "digest", "exclusive_step"]
+__all__ += ["gather_batch_facts", "pack_header", "unpack_headers"]
 
 _log = logging.getLogger(__name__)
 
@@ -142,6 +142,33 @@ def _difference(by_rank: Sequence[BatchFacts]) -> StageError | None:
             "where the model's inputs enter passes the whole batch"
         )
     return None
+
+
+def check_same_layout(layout: Mapping[str, str] | None, transport: Transport) -> None:
+    """Compare the stages' parameters over all ranks; a collective call.
+
+    Args:
+        layout: by name of the whole model's state, the dtype, the shape and the stage, as this rank
+            has cut the model; None if it has only stages of its own, which are not compared.
+        transport: this rank's connection.
+
+    Raises:
+        ScheduleError: the ranks differ; raised on every rank.
+    """
+    text = json.dumps(layout)
+    if len(set(transport.all_gather_bytes(digest(text).encode()))) == 1:
+        return
+    gathered = map(json.loads, transport.all_gather_bytes(text.encode()))
+    known = [(rank, layout) for rank, layout in enumerate(gathered) if layout is not None]
+    first, expected = known[0]
+    for rank, other in known[1:]:
+        for name in {**expected, **other}:
+            here, there = (each.get(name, "missing") for each in (expected, other))
+            if here != there:
+                raise ScheduleError(
+                    f"the ranks cut the model differently: {name} is {here} on rank {first}, "
+                    f"{there} on rank {rank}; pass the same model and the same split on every rank"
+                )
 
 
 def pack_header(number: int, call: str) -> Tensor:
