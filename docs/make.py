@@ -78,7 +78,7 @@ def _section(each: Family) -> str:
     if each.num_directions > 1:
         twice = "[weights are there twice](schedules.md#two-copies-of-the-weights)"
         facts[-1] += f" and direction, so that {twice}"
-    if each.splits_sequences:
+    if "splits" in each.options:
         facts.append("a model has to [take sequences in chunks](sequences.md)")
     if each.rule:
         facts.append(each.rule)

@@ -25,7 +25,7 @@ __all__ = ["BIDIRECTIONAL", "TRAINING", "ROUNDING", "Twins", "virtuals"]
 TRAINING = tuple(
     each.name
     for each in penstock.schedules()
-    if each.name != "forward-only" and each.num_directions == 1 and not each.splits_sequences
+    if each.name != "forward-only" and each.num_directions == 1 and "splits" not in each.options
 )
 # Those with a copy of the weights for each of two directions, which are summed apart.
 BIDIRECTIONAL = tuple(each.name for each in penstock.schedules() if each.num_directions > 1)

@@ -30,8 +30,9 @@ def held_back(*, ranks, microbatches):
 def mine() -> Iterator[str]:
     """The name of a schedule that is registered by the decorator."""
 
-    @library.schedule("of-my-own", summary="GPipe, by another name")
+    @library.schedule("of-my-own")
     def of_my_own(*, ranks: int, microbatches: int) -> Program:
+        """GPipe, by another name."""
         return library.build("gpipe", ranks=ranks, microbatches=microbatches)
 
     yield "of-my-own"

@@ -85,7 +85,7 @@ class Plan:
             ranks=self.ranks,
             virtual=self.virtual,
             microbatches=self.microbatches,
-            **({"splits": self.pieces} if self.family.splits_sequences else {}),
+            **({"splits": self.pieces} if "splits" in self.family.options else {}),
         )
         if self.merged:
             program = merge_backward(program)

@@ -32,7 +32,7 @@ def program_of(each: Any, ranks: int) -> penstock.Program:
 @pytest.mark.parametrize(("each", "ranks"), ALL)
 def test_every_family_trains_right(each: Any, ranks: int) -> None:
     program = program_of(each, ranks)
-    if each.splits_sequences:
+    if "splits" in each.options:
         layers = causal(max(4, program.num_stages)).to(DEVICE)
         compare_steps(layers, program, length=6, rows=2, device=DEVICE)
         return

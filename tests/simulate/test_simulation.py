@@ -155,8 +155,7 @@ def test_a_block_lasts_as_long_as_its_parts_unless_told() -> None:
     assert free.ends == ((0, 1, 2, 2),)
 
 
-def test_parts_of_a_block_may_need_each_other() -> None:
-    """A device without streams runs them in their order."""
+def test_parts_of_a_block_that_need_each_other_are_refused_as_by_check() -> None:
     f0, b0 = action(0, Op.FORWARD, 0), action(0, Op.FULL_BACKWARD, 0)
     program = Program(
         name="test",
@@ -164,7 +163,8 @@ def test_parts_of_a_block_may_need_each_other() -> None:
         num_microbatches=1,
         ranks=((Overlap(parts=(f0, b0)),),),
     )
-    assert simulate(program).makespan == 3
+    with pytest.raises(ScheduleError, match="needs 0F0, which comes only at step 0"):
+        simulate(program)
 
 
 def test_no_actions_no_time() -> None:

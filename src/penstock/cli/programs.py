@@ -191,7 +191,7 @@ def _refuse_unused(sources: list[str], settings: Settings) -> None:
     unused = [
         f"option {name!r}"
         for name in settings.options()
-        if not any(each.takes_option(name) for each in chosen)
+        if not any(name in each.options for each in chosen)
     ]
     if not any(takes_virtual(each, settings.virtual) for each in chosen):
         unused.append(f"--virtual {settings.virtual}")

@@ -286,7 +286,7 @@ def _build(source: str, settings: Settings, lenient: bool, per_rank: bool) -> Pr
     name, colon, own = source.partition(":")
     chosen, options, sizes = family(name), settings.options(), settings.sizes()
     if lenient:
-        options = {key: value for key, value in options.items() if chosen.takes_option(key)}
+        options = {key: value for key, value in options.items() if key in chosen.options}
         sizes["virtual"] = settings.virtual if takes_virtual(chosen, settings.virtual) else None
     options |= parse_options(own.split(",")) if colon else {}
     sizes["virtual"] = options.pop("virtual", sizes["virtual"])

@@ -35,10 +35,9 @@ PairFunction: TypeAlias = Callable[..., Any]
 
 
 def can_overlap(step: Step) -> bool:
-    """True for a forward and a backward, unless both are of one microbatch in one stage."""
+    """True for a forward and a backward."""
     kinds = {part.op for part in step.parts}
-    places = {(part.stage, part.microbatch) for part in step.parts}
-    return len(step.parts) == len(places) == 2 and Op.FORWARD in kinds and bool(kinds & BACKWARDS)
+    return len(step.parts) == 2 and Op.FORWARD in kinds and bool(kinds & BACKWARDS)
 
 
 def takes_streams(program: Program) -> bool:

@@ -34,12 +34,19 @@ from penstock.schedule.index import IndexedProgram, faults, index_program
 from penstock.schedule.messages import Problem, number_of
 from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
 from penstock.schedule.replay import DependencyReplay
-from penstock.schedule.rules import BACKWARDS, COMPUTE, COVERS, SEND_OF, TRANSFERS, WEIGHT_GRADS
+from penstock.schedule.rules import (
+    BACKWARDS,
+    COMPUTE,
+    COVERS,
+    SEND_OF,
+    SHARDING,
+    TRANSFERS,
+    WEIGHT_GRADS,
+)
 
 __all__ = ["TWO_WAY", "Channels", "Problem", "check", "global_order", "last_steps", "problems"]
 
 _SHOWN = 20
-_REPEATABLE = frozenset({Op.UNSHARD, Op.RESHARD})
 _BACKWARDS = (Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
 # op → the state of parameters or activations that it needs, and the state that it leaves.
 _STATES = {
@@ -202,7 +209,7 @@ def _tally(program: IndexedProgram) -> tuple[bytearray, bool]:
     if seen.count(1) == len(ids):
         return seen, False
     repeated = (number for number, count in Counter(ids).items() if count > 1)
-    return seen, any(program.action(number).op not in _REPEATABLE for number in repeated)
+    return seen, any(program.action(number).op not in SHARDING for number in repeated)
 
 
 def _expected(indexed: IndexedProgram, seen: bytearray) -> bytearray:
@@ -235,7 +242,7 @@ def _count_problems(
     places: dict[Action, _Place] = {}
     for act, place in _places_of(program):
         first = places.setdefault(act, place)
-        if first is not place and act.op not in _REPEATABLE:
+        if first is not place and act.op not in SHARDING:
             yield _at(program, place, f"{act} again, first done at step {first[1]}; once is enough")
     for number, (has, wants) in enumerate(zip(seen, expected, strict=True)):
         if has == wants:
@@ -310,7 +317,7 @@ def _state_problems(program: Program) -> Iterator[Problem]:
     acts = list(program.actions())
     # By stage the state of parameters (with None), by stage and microbatch that of activations.
     states: dict[tuple[int, int | None], str]
-    states = {(act.stage, None): "sharded" for act in acts if act.op in _REPEATABLE}
+    states = {(act.stage, None): "sharded" for act in acts if act.op in SHARDING}
     dropped = {(act.stage, act.microbatch) for act in acts if act.op is Op.RECOMPUTE}
     for act, place in _places_of(program):
         if act.op in COMPUTE and states.get((act.stage, None)) == "sharded":
@@ -321,7 +328,7 @@ def _state_problems(program: Program) -> Iterator[Problem]:
         if act.op is Op.FORWARD:
             states[key] = "dropped" if key in dropped else "kept"
         elif act.op in _STATES:
-            what = "parameters" if act.op in _REPEATABLE else "activations"
+            what = "parameters" if act.op in SHARDING else "activations"
             state = states.get(key, "not made yet")
             wanted, states[key] = _STATES[act.op]
             if state != wanted:

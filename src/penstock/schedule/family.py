@@ -18,8 +18,6 @@ __all__ = ["Arrangement", "Family", "parse_options", "refuse_option", "refuse_si
 
 # With their backwards so many take 20 to 30 GB of memory; the largest clusters run some millions.
 _MOST_FORWARDS = 10**8
-# Names of arguments that every schedule takes; no option can use them.
-_NO_OPTIONS = ("name", "ranks", "microbatches", "virtual")
 
 
 class Arrangement(Enum):
@@ -52,9 +50,7 @@ class Family:
         aliases: other names.
         options: the builder's further arguments: for each name, a line about it.
         costs: the options whose values are costs of ``penstock.Costs``, filled in from them.
-        any_option: True if options of any other name are accepted.
         rule: the supported ranks P and microbatches M, in words; empty for all.
-        splits_sequences: True if its programs split sequences (``Program.num_splits``).
         doc: a longer description: timeline, formulas, source.
         nearest: a function from ranks and microbatches to the nearest supported numbers.
     """
@@ -69,9 +65,7 @@ class Family:
     aliases: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict, hash=False)
     costs: tuple[str, ...] = ()
-    any_option: bool = False
     rule: str = ""
-    splits_sequences: bool = False
     doc: str = field(default="", repr=False)
     nearest: Callable[[int, int], tuple[int, int]] = _unchanged
 
@@ -90,10 +84,6 @@ class Family:
                 return "any even number"
             case several:
                 return " or ".join(map(str, several))
-
-    def takes_option(self, name: str) -> bool:
-        """True if ``name`` is one of its options."""
-        return name in self.options or (self.any_option and name not in _NO_OPTIONS)
 
 
 def refuse_sizes(asker: str, **sizes: object) -> None:

@@ -134,7 +134,7 @@ def build(
 def refuse_options(chosen: Family, options: Iterable[str]) -> None:
     """Raise a ScheduleError for names that are not options of a family."""
     for option in options:
-        if not chosen.takes_option(option):
+        if option not in chosen.options:
             names = ", ".join(chosen.options)
             has = f"its options are: {names}" if names else "it has none"
             raise ScheduleError(f"{chosen.name} has no option {option!r}; {has}")
@@ -220,15 +220,14 @@ def schedule(
     *,
     virtual: int | None = None,
     arrangement: Arrangement | None = None,
-    summary: str | None = None,
     source: str = "",
-    aliases: tuple[str, ...] = (),
 ) -> Callable[[Builder], Builder]:
     """Make the function below a schedule that ``build``, ``Pipeline`` and the command know.
 
     The function takes ``ranks`` and ``microbatches`` by name, and ``virtual`` if it supports
-    several numbers of stages per rank. Its other parameters are the schedule's options; ``**more``
-    accepts any option. ``build`` checks its programs, and turns its exceptions into ScheduleErrors.
+    several numbers of stages per rank. Its other parameters are the schedule's options, and the
+    first line of its docstring is the schedule's summary. ``build`` checks its programs, and turns
+    its exceptions into ScheduleErrors. For a second name, decorate the function twice.
 
     Args:
         name: the schedule's name; registering it again replaces it.
@@ -236,9 +235,7 @@ def schedule(
             the function's own default, or 1.
         arrangement: the placement of stages on ranks; None for linear, or looped if there are
             several per rank. Two copies of the model need ``Arrangement.BIDIRECTIONAL`` here.
-        summary: a one-line summary; None for the first line of the docstring.
         source: the publication of the method.
-        aliases: other names.
 
     Returns:
         A decorator that returns the function unchanged.
@@ -257,14 +254,12 @@ def schedule(
         '0F0 0B0 0F1 0B1'
         >>> remove("doctest-one-rank")
     """
-    if isinstance(aliases, str):
-        raise ScheduleError(f"schedule {name!r}: aliases is a tuple of names, as in ({aliases!r},)")
     if not isinstance(arrangement, Arrangement | None):
         raise ScheduleError(
             f"schedule {name!r}: arrangement={arrangement!r} must be one of "
             f"{', '.join(map(str, Arrangement))} (of penstock.schedule.family)"
         )
-    _refuse_names(name)
+    _refuse_name(name)
 
     def register(builder: Builder) -> Builder:
         parameters = _parameters(name, builder)
@@ -281,14 +276,11 @@ def schedule(
             or (Arrangement.LOOPED if several or usual > 1 else Arrangement.LINEAR),
             default_virtual=usual,
             virtuals=None if several else (usual,),
-            summary=doc.partition("\n")[0].rstrip(".") if summary is None else summary,
+            summary=doc.partition("\n")[0].rstrip("."),
             source=source,
-            aliases=aliases,
             doc=doc,
-            options={key: "" for key in parameters if key not in _SIZES and key != "**"},
-            any_option="**" in parameters,
+            options={key: "" for key in parameters if key not in _SIZES},
         )
-        _refuse_names(name, *aliases)
         _ADDED[_normal(name)] = replace(new, builder=_verified(new))
         return builder
 
@@ -320,17 +312,14 @@ def _by_name() -> dict[str, Family]:
     return {_normal(name): each for each in every for name in (each.name, *each.aliases)}
 
 
-def _refuse_names(name: object, *aliases: object) -> None:
-    """Refuse names that are none, or that another family has."""
-    for each in (name, *aliases):
-        if not (isinstance(each, str) and _normal(each)):
-            raise ScheduleError(
-                f"a schedule can't be called {each!r}; give it a name, as in "
-                "@penstock.schedule('mine')"
-            )
-        holder = _by_name().get(_normal(each))
-        if holder is not None and (holder in _own() or _normal(holder.name) != _normal(str(name))):
-            raise ScheduleError(f"a schedule can't be called {each!r}: Penstock has one already")
+def _refuse_name(name: object) -> None:
+    """Refuse a name that is none, or that a family of Penstock has."""
+    if not (isinstance(name, str) and _normal(name)):
+        raise ScheduleError(
+            f"a schedule can't be called {name!r}; give it a name, as in @penstock.schedule('mine')"
+        )
+    if _by_name().get(_normal(name)) in _own():
+        raise ScheduleError(f"a schedule can't be called {name!r}: Penstock has one already")
 
 
 @cache
@@ -352,13 +341,11 @@ def _discover() -> tuple[str, ...]:
 
 
 def _parameters(name: str, builder: object) -> dict[str, inspect.Parameter]:
-    """The parameters that ``build`` gives by name, and ``**`` if any is accepted."""
+    """The parameters that ``build`` gives by name."""
     found: dict[str, inspect.Parameter] = {}
     with suppress(TypeError, ValueError):
         for each in inspect.signature(builder).parameters.values():  # type: ignore[arg-type]
-            if each.kind is each.VAR_KEYWORD:
-                found["**"] = each
-            elif each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+            if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
                 found[each.name] = each
     missing = [each for each in _SIZES[:2] if each not in found]
     if missing:

@@ -67,7 +67,6 @@ class DependencyReplay:
         durations: by row; None if nothing takes time.
         overlap_durations: by row of a pair's first action, the time of the pair; None for the sum
             of both times.
-        parts_in_turn: True if one action of a pair may depend on the other, as on a single stream.
 
     Attributes:
         done: by id, the end of the action; -1.0 while incomplete.
@@ -91,13 +90,12 @@ class DependencyReplay:
         more: Mapping[int, Sequence[int]] | None = None,
         durations: Sequence[float] | None = None,
         overlap_durations: Sequence[float] | None = None,
-        parts_in_turn: bool = False,
     ) -> None:
         self._queues, self._overlapped, self._width = queues, overlapped, width
         self._timed, self._more = durations is not None, more or {}
         durations = durations or [0.0] * len(fulfilled)
         self._rows = list(zip(needs, durations, fulfilled, strict=True))
-        self._overlap_durations, self._parts_in_turn = overlap_durations, parts_in_turn
+        self._overlap_durations = overlap_durations
         # By id of a missing result, the queues that wait for it.
         self._waiting: dict[int, list[int]] = {}
         self._ready = deque(range(len(queues)))
@@ -138,11 +136,10 @@ class DependencyReplay:
             if step < 0:
                 parts = self._overlapped[~step]
                 for missing, delay in self._needs_of(parts):
-                    while done[missing] < 0.0 and missing not in self._inner(parts):
+                    while done[missing] < 0.0:
                         positions[number] = place
                         yield missing
-                    if done[missing] >= 0.0 and done[missing] + delay > start:
-                        start = done[missing] + delay
+                    start = max(start, done[missing] + delay)
                 free = self._play_pair(number, parts, start)
                 continue
             needs, duration, fulfilled = rows[step // width]
@@ -189,13 +186,6 @@ class DependencyReplay:
                 yield part + offset, delay
             for other in self._more.get(part, ()):
                 yield other, 0.0
-
-    def _inner(self, parts: Sequence[int]) -> set[int]:
-        """The ids that the actions of a pair fulfil for each other."""
-        if not self._parts_in_turn:
-            return set()
-        rows, width = self._rows, self._width
-        return {part + offset for part in parts for offset in rows[part // width][2]}
 
     def _play_pair(self, number: int, parts: Sequence[int], start: float) -> float:
         """Run the actions of a pair together; return their end."""

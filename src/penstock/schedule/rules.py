@@ -38,6 +38,7 @@ __all__ = [
     "RECEIVE_FOR",
     "REQUIRES",
     "SENDS",
+    "SHARDING",
     "SEND_OF",
     "TRANSFERS",
     "WEIGHT_GRADS",
@@ -49,7 +50,8 @@ __all__ = [
 COMPUTE = frozenset({Op.FORWARD, Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD, Op.RECOMPUTE})
 TRANSFERS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 HOST_TRANSFERS = frozenset({Op.OFFLOAD, Op.RELOAD})
-WHOLE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
+SHARDING = frozenset({Op.UNSHARD, Op.RESHARD})
+WHOLE_STAGE = SHARDING | {Op.REDUCE_GRAD}
 # The ops that compute input gradients, weight gradients, or either.
 INPUT_GRADS = frozenset({Op.FULL_BACKWARD, Op.INPUT_GRAD})
 WEIGHT_GRADS = frozenset({Op.FULL_BACKWARD, Op.WEIGHT_GRAD})

@@ -10,8 +10,9 @@ from operator import sub
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op
+from penstock.schedule.index import index_program
 from penstock.schedule.program import Program, refuse_no_program
-from penstock.schedule.rules import COMPUTE, INPUT_GRADS
+from penstock.schedule.rules import COMPUTE
 from penstock.simulate.bounds import LowerBounds, lower_bounds
 from penstock.simulate.costs import Costs, as_number
 from penstock.simulate.critical_path import StepCauses
@@ -131,16 +132,9 @@ class Simulation:
     @cached_property
     def messages(self) -> int:
         """Number of messages between ranks."""
-        placement = self.program.placement
-        sources = {Op.FORWARD: -1, **dict.fromkeys(INPUT_GRADS, +1)}
-        received = {
-            (op, stage)
-            for op, offset in sources.items()
-            for stage in range(placement.num_stages)
-            if (source := placement.neighbour(stage, offset)) is not None
-            and not placement.same_rank(stage, source)
-        }
-        return sum((act.op, act.stage) in received for act in self.program.actions())
+        indexed = index_program(self.program)
+        received, width = indexed.receives(), indexed.num_microbatches
+        return sum(len(received[number // width]) for number in indexed.ids())
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:

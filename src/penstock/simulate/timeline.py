@@ -21,7 +21,7 @@ starts the copy; the backward waits for the end of the reload:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, product
 from random import Random
 from typing import TypeAlias, TypeVar
 
@@ -35,6 +35,7 @@ from penstock.schedule.rules import (
     COMPUTE,
     HOST_TRANSFERS,
     INPUT_GRADS,
+    REQUIRES,
     SEND_OF,
     TRANSFERS,
     WHOLE_STAGE,
@@ -48,11 +49,6 @@ RankTimes: TypeAlias = tuple[tuple[float, ...], ...]
 """For each rank, one time per action in order, with overlapped pairs taken apart."""
 
 _T = TypeVar("_T")
-# The value, the ops that make it, its send, and the offset to the stage that uses it.
-_MESSAGES = (
-    (Op.FORWARD, (Op.FORWARD,), Op.SEND_F, +1),
-    (Op.INPUT_GRAD, INPUT_GRADS, Op.SEND_B, -1),
-)
 
 
 def play_timeline(
@@ -118,25 +114,24 @@ class _Timeline:
         stages = placement.num_stages
         inline = costs.bandwidth is not None and not costs.transfers_overlap
         in_turn = costs.bandwidth is not None and costs.one_message_at_a_time
-        for value, makers, send, offset in _MESSAGES:
-            for stage in range(stages):
-                other = placement.neighbour(stage, offset)
-                if other is None or placement.same_rank(stage, other):
-                    continue
-                latency = costs.latency_between(stage, other, num_stages=stages)
-                transfer = costs.transfer(stage, other, num_stages=stages)
-                row = index.row(send if self.sends else value, stage)
-                if inline and self.sends:
-                    self.durations[row] = transfer
-                elif inline or in_turn:
-                    starting = (send,) if self.sends else makers
-                    pair = placement.rank_of(stage), placement.rank_of(other)
-                    row = self._add([row], transfer)
-                    for op in starting:
-                        self.started[index.row(op, stage)] = row, None if inline else pair
-                else:
-                    latency += transfer
-                self.arrival[index.row(value, stage)] = row, latency
+        for send, stage in product(SEND_OF.values(), range(stages)):
+            peer, ((value, _),) = index.peer(send, stage), REQUIRES[send]
+            if peer is None:
+                continue
+            latency = costs.latency_between(stage, peer[1], num_stages=stages)
+            transfer = costs.transfer(stage, peer[1], num_stages=stages)
+            row = index.row(send if self.sends else value, stage)
+            if inline and self.sends:
+                self.durations[row] = transfer
+            elif inline or in_turn:
+                makers = INPUT_GRADS if value is Op.INPUT_GRAD else (value,)
+                pair = placement.rank_of(stage), placement.rank_of(peer[1])
+                row = self._add([row], transfer)
+                for op in (send,) if self.sends else makers:
+                    self.started[index.row(op, stage)] = row, None if inline else pair
+            else:
+                latency += transfer
+            self.arrival[index.row(value, stage)] = row, latency
 
     def _needs(self, row: int, op: Op, stage: int) -> tuple[tuple[int, float], ...]:
         """The offsets and delays of the prerequisites of a row."""
@@ -145,7 +140,7 @@ class _Timeline:
             # Posting a receive waits for nothing; actions that use the message wait for it.
             peer = index.peer(op, stage)
             if self.sends and peer is not None:
-                value = Op.FORWARD if op is Op.RECV_F else Op.INPUT_GRAD
+                ((value, _),) = REQUIRES[peer[0]]
                 source, delay = self.arrival[index.row(value, peer[1])]
                 self.received[row] = (source - row) * width, delay
             return ()
@@ -230,7 +225,6 @@ class _Timeline:
             more={number: (other,) for number, other in chunks.items()},
             durations=durations,
             overlap_durations=overlaps,
-            parts_in_turn=True,
         )
         # A backward need not wait where nothing is reloaded.
         reloaded = set(chain.from_iterable(self.queues[self.program.num_ranks :]))

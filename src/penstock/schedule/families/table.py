@@ -73,7 +73,7 @@ FAMILIES: tuple[Family, ...] = (
     _linear("gpipe", gpipe, "1811.06965"),
     _linear("1f1b", one_f_one_b, "2007.01045", aliases=("dapple",)),
     _linear("eager-1f1b", eager_1f1b, "2211.05322"),
-    _linear("seq1f1b", seq1f1b, "2406.03488", options=_SPLITS, splits_sequences=True),
+    _linear("seq1f1b", seq1f1b, "2406.03488", options=_SPLITS),
     _looped("interleaved-1f1b", interleaved_1f1b, "2104.04473", options=_GROUP),
     _looped("looped-bfs", looped_bfs, "2211.05953", aliases=("breadth-first",)),
     _linear("zb-h1", zb_h1, "2401.10241"),

@@ -14,7 +14,7 @@ from penstock.schedule.check import last_steps
 from penstock.schedule.messages import is_count
 from penstock.schedule.passes.insert_transfers import insert_transfers
 from penstock.schedule.program import Program, refuse_no_program, refuse_present
-from penstock.schedule.rules import COMPUTE, INPUT_GRADS, TRANSFERS, WEIGHT_GRADS
+from penstock.schedule.rules import COMPUTE, INPUT_GRADS, SHARDING, TRANSFERS, WEIGHT_GRADS
 
 __all__ = [
     "forward_only",
@@ -26,8 +26,6 @@ __all__ = [
     "recompute",
     "reduce_gradients",
 ]
-
-_SHARDING = frozenset({Op.UNSHARD, Op.RESHARD})
 
 
 def lower(
@@ -61,7 +59,7 @@ def lower(
     used = {act.op for act in program.actions()}
     if Op.REDUCE_GRAD not in used:
         program = reduce_gradients(program)
-    if sharding and used.isdisjoint(_SHARDING):
+    if sharding and used.isdisjoint(SHARDING):
         program = insert_sharding(program, max_unsharded_stages=max_unsharded_stages)
     if used.isdisjoint(TRANSFERS):
         program = insert_transfers(program, channels=channels)
@@ -109,7 +107,7 @@ def insert_sharding(program: Program, *, max_unsharded_stages: int = 3) -> Progr
     Raises:
         ScheduleError: the program already has sharding, or ``max_unsharded_stages`` is below 1.
     """
-    refuse_present(program, _SHARDING, "insert_sharding()")
+    refuse_present(program, SHARDING, "insert_sharding()")
     if max_unsharded_stages < 1:
         raise ScheduleError(f"max_unsharded_stages is {max_unsharded_stages}; at least 1 is needed")
     ranks = []
