@@ -7,6 +7,7 @@ import logging.handlers
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -49,13 +50,28 @@ def run_quietly(rank: int, num_ranks: int, code: str) -> list[str]:
     return [record.getMessage() for record in told.buffer if record.levelno > logging.INFO]
 
 
-@pytest.mark.parametrize(("heading", "num_ranks"), [("A first script", 2), ("Any model", 4)])
-def test_a_script_of_the_readme_runs_quietly_on_every_rank(heading: str, num_ranks: int) -> None:
-    """As by torchrun, and alone: not after the page's other scripts."""
+def script_under(heading: str) -> str:
     section = PAGES[0].read_text().partition(f"## {heading}\n")[2]
-    code = section.partition("```python\n")[2].partition("```")[0]
-    for outcome in run_ranks(run_quietly, num_ranks, code):
+    return section.partition("```python\n")[2].partition("```")[0]
+
+
+def test_the_first_script_of_the_readme_runs_quietly_on_every_rank() -> None:
+    for outcome in run_ranks(run_quietly, 2, script_under("A first script")):
         assert outcome.result() == []
+
+
+@pytest.mark.parametrize("heading", ["A first script", "Any model"])
+def test_scripts_of_the_readme_draw_the_same_in_every_process(heading: str) -> None:
+    """Each alone, not after the page's other scripts."""
+    drawn = []
+    for start in (1, 2):
+        torch.manual_seed(start)
+        names: dict[str, Any] = {"__name__": "page"}
+        exec(compile(script_under(heading), "train.py", "exec"), names)
+        drawn.append([names[n] for n in ("inputs", "labels", "ids") if n in names])
+        drawn[-1].append(names["loss"])
+    assert len(drawn[0]) > 1
+    assert all(torch.equal(one, other) for one, other in zip(*drawn, strict=True))
 
 
 def test_the_plan_of_the_readme_is_given_with_an_example(tmp_path: Path) -> None:
