@@ -9,7 +9,7 @@ clocks, and a wait merges the event's into the stream's. Every operation of torc
 backwards among them, is seen by a dispatch mode: what it reads must have been written before it,
 and what it writes must have been written and read before it, by those clocks. Memory that is
 dropped goes back to the stream on which it was made, as in torch's allocator: what that stream does
-next must come after all other streams' uses, but for those that were told of with ``keep``.
+next must come after all other streams' uses.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class _Memory:
     home: int
     write: tuple[int, int, str] | None = None
     reads: dict[int, tuple[int, str]] = field(default_factory=dict)
-    kept: set[int] = field(default_factory=set)
 
     def uses(self) -> Iterator[tuple[int, int, str]]:
         if self.write is not None:
@@ -131,9 +130,6 @@ class Recorder(TorchDispatchMode):
         event = self.event()
         self.mark(event, other)
         self.wait(stream, event)
-
-    def keep(self, tensor: Tensor, stream: FakeStream) -> None:
-        self._of(tensor).kept.add(stream.number)
 
     def pinned(self, num_bytes: int) -> Tensor:
         host = torch.empty(num_bytes, dtype=torch.uint8)
@@ -203,8 +199,7 @@ class Recorder(TorchDispatchMode):
         self._dropped = [m for m in self._dropped if m.home != stream.number]
         for memory in mine:
             for use in memory.uses():
-                if use[0] not in memory.kept:
-                    self._demand(stream, use, f"{what} may be given dropped memory")
+                self._demand(stream, use, f"{what} may be given dropped memory")
 
     def _demand(self, stream: FakeStream, use: tuple[int, int, str], what: str) -> None:
         number, tick, before = use

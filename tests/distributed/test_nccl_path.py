@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 
 from penstock import Pipeline, _torch_compat
 from penstock.runtime import pipeline_schedule
+from penstock.runtime.comm import nccl
 from penstock.runtime.comm.c10d import C10dTransport, as_wire
 from penstock.runtime.comm.nccl import NcclTransport, channels_of, pairs_of
 from penstock.runtime.failure import Calls, Watchdog
@@ -100,6 +102,30 @@ def test_every_direction_has_its_group_and_connections_are_made_first(
         assert told["made"] == ["nccl up", "nccl down"]
         neighbours = {rank - 1, rank + 1} & set(range(ranks))
         assert neighbours <= set(told["met"])
+
+
+def train_two(rank: int, num_ranks: int) -> tuple[list[str], list[int]]:
+    """Two pipelines over one group, the second one by a schedule with further neighbours."""
+    made, connected = take_the_way_of_nccl(), []
+    for schedule, virtual in (("1f1b", 1), ("interleaved-1f1b", 2)):
+        pipe = Pipeline(
+            mlp(num_ranks * virtual),
+            loss_fn=F.mse_loss,
+            schedule=schedule,
+            n_microbatches=num_ranks,
+            timeout_s=60.0,
+        )
+        inputs, target = features(2 * num_ranks, 0)
+        pipe.step(inputs, target=target)
+        connected.append(len(nccl._data_planes[dist.group.WORLD].connected))  # type: ignore[index]
+    return made, connected
+
+
+def test_schedules_over_one_group_share_its_communicators() -> None:
+    for rank, outcome in enumerate(run_ranks(train_two, 3, timeout_s=120)):
+        made, connected = outcome.result()
+        assert made == ["nccl up", "nccl down"]
+        assert connected == [2 if rank == 1 else 1, 2]
 
 
 def fail(rank: int, num_ranks: int, when: str) -> tuple[str, str, float]:
@@ -229,6 +255,26 @@ def test_connections_are_never_waited_for_in_a_circle(ranks: int, data: st.DataO
             queues[low].pop(0)
             queues[high].pop(0)
             left -= 1
+
+
+@pytest.mark.parametrize("distances", [{1}, {1, 63}, {1, 2}])
+def test_neighbours_connect_in_rounds_whose_number_does_not_grow_with_the_ranks(
+    distances: set[int],
+) -> None:
+    ranks, done, end = 64, 0, Counter[int]()
+    wanted = {(low, low + by) for by in distances for low in range(ranks - by)}
+    queues = {
+        rank: pairs_of(rank, [a + b - rank for a, b in wanted if rank in (a, b)])
+        for rank in range(ranks)
+    }
+    while done < len(wanted):
+        heads = Counter(queue[0] for queue in queues.values() if queue)
+        for low, high in [pair for pair, count in heads.items() if count == 2]:
+            end[low] = end[high] = 1 + max(end[low], end[high])
+            done += 1
+            for rank in (low, high):
+                queues[rank].pop(0)
+    assert max(end.values()) <= 2 * len(distances)
 
 
 def order_of_group(rank: int, num_ranks: int) -> tuple[list[int], int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock import PartitionError, Pipeline, draw_step_seed, microbatch_rng
+from penstock import PartitionError, Pipeline, _torch_compat, draw_step_seed, microbatch_rng
 from penstock.partition.forward.by_module import NotByModule, split_by_module
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import ROUNDING
@@ -427,6 +428,18 @@ def test_a_hook_on_a_node_of_the_graph(always: bool) -> None:
     # What was watched is as before.
     assert "grad_fn" not in vars(Tensor)
     assert Tensor.register_hook.__module__ == "torch._tensor"
+
+
+def test_code_of_packages_named_like_torch_is_the_users() -> None:
+    """Of torchvision, for instance, whose folder lies beside torch's."""
+    folder = f"{Path(torch.__file__).parent}vision"
+    scope: dict[str, Any] = {}
+    exec(compile("def read(x): return x.grad_fn", f"{folder}/ops.py", "exec"), scope)
+    reported: list[str] = []
+    x = torch.ones(2, requires_grad=True) * 2
+    with _torch_compat.HookWatch(reported.append):
+        scope["read"](x)
+    assert reported == ["reads a tensor's grad_fn"]
 
 
 class Shifts(Net):

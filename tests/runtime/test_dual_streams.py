@@ -255,3 +255,24 @@ def test_the_trace_follows_the_events(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {s.action for s in trace.spans} == set(pipe.program.actions())
     assert all(span.start <= span.end for span in trace.spans)
     assert 0 <= trace.bubble_ratio < 1
+
+
+@pytest.mark.parametrize(("name", "most"), [("1f1b", 1.0), ("dualpipev", 2.0)])
+def test_a_timing_event_ends_an_action_and_begins_the_next(
+    name: str, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with recorded(monkeypatch) as recorder:
+        program = build(name, ranks=1, microbatches=8)
+        model = mlp(program.num_stages)
+        pipe = Pipeline(model, loss_fn=F.mse_loss, schedule=program, overlap=True)
+        inputs, target = features(16, 0)
+        pipe.step(inputs, target=target)
+        marks = []
+        mark = recorder.mark
+        monkeypatch.setattr(
+            recorder, "mark", lambda event, stream: (marks.append(event), mark(event, stream))
+        )
+        pipe.step(inputs, target=target)
+    num_actions = len(pipe._schedule.engine._train.executor.actions)
+    timed = {id(each) for pair in pipe._schedule.engine._train.executor._events for each in pair}
+    assert sum(id(event) in timed for event in marks) <= most * num_actions + 1

@@ -80,21 +80,26 @@ class Executor:
     def _run_recorded(self, is_profiled: bool) -> None:
         """Run all actions with events of the device, and ranges of torch's profiler."""
         streams, plain = self._streams, nullcontext()
-        if streams is not None and not self._events:
-            events = [streams.event(timed=True) for _ in range(2 * len(self.actions))]
-            self._events = list(zip(events[::2], events[1::2], strict=True))
         self.marks = [perf_counter()]
+        end = None
         for i, bound in enumerate(self.actions):
             if bound.prologue is not None:
                 bound.prologue()
-            stream = None if streams is None else streams.current()
             if streams is not None:
-                streams.mark(self._events[i][0], stream)
+                if i == len(self._events):
+                    # The end of an action is the beginning of the next one on the same stream.
+                    shares = end is not None and bound.prologue is None
+                    begin = end if shares else streams.event(timed=True)
+                    self._events.append((begin, streams.event(timed=True)))
+                begin, after = self._events[i]
+                if begin is not end:
+                    streams.mark(begin, streams.current())
+                end = after
             name = f"penstock.{'wait ' if bound.is_wait else ''}{bound.action}"
             with torch.profiler.record_function(name) if is_profiled else plain:
                 bound.run()
             if streams is not None:
-                streams.mark(self._events[i][1], stream)
+                streams.mark(end, streams.current())
             self.marks.append(perf_counter())
 
     def encode_spans(self, placement: Placement) -> bytes:

@@ -93,6 +93,8 @@ class DualStreams:
         self._beside = streams.new()
         self._both: tuple[Stream, Stream] = (self._beside, self._beside)
         self._now: Stream = None
+        # By stream, the tensors used on it whose memory may belong to the other one.
+        self._held: tuple[list[Any], list[Any]] = ([], [])
 
     def add_prologues(
         self,
@@ -119,19 +121,22 @@ class DualStreams:
         stream, other = self._both[number], self._both[1 - number]
         if order is not StreamOrder.NONE:
             self._streams.follow(stream, other)
+            self._held[1 - number].clear()
             if order is StreamOrder.FORK:
                 self._streams.follow(other, stream)
+                self._held[number].clear()
         if self._now is not stream:
             self._streams.switch(stream)
             self._now = stream
 
     def keep_alive(self, tensors: Iterable[Tensor | None]) -> None:
-        """Record tensors on this stream, since their memory may belong to the other stream."""
-        if self._now is None:
-            return  # not within a step of these streams
-        for tensor in tensors:
-            if tensor is not None:
-                self._streams.keep(tensor, self._now)
+        """Hold tensors that this stream uses until the other stream, to which their memory may
+        belong, waits for this one.
+
+        ``record_stream`` would hold them until the device is done, however far the host is ahead.
+        """
+        if self._now is not None:  # else not within a step of these streams
+            self._held[self._both.index(self._now)].extend(tensors)
 
     def __enter__(self) -> None:
         self._now = self._streams.current()
@@ -142,6 +147,9 @@ class DualStreams:
         caller, beside = self._both
         self._streams.switch(caller)
         self._streams.follow(caller, beside)
+        self._streams.follow(beside, caller)
+        for held in self._held:
+            held.clear()
         self._both = (self._beside, self._beside)
         self._now = None
 

@@ -263,6 +263,7 @@ class StageRunner:
         assert state.in_spec is not None
         if self._dual_streams is not None:
             self._dual_streams.keep_alive(tensors)
+            state.held = tensors if is_grad_enabled() else ()
         return self.stage.enter(state, tensors, state.in_spec), step.kwargs[mb], target
 
     def _run(self, state: MicrobatchState, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -357,6 +358,7 @@ class StageRunner:
 
     def _weight_grad(self, state: MicrobatchState) -> None:
         self.stage.weight_grad(state)
+        self._drop_held(state)
         if self.replicas is not None:
             self.replicas.end_weight_grad()
 
@@ -369,10 +371,17 @@ class StageRunner:
             grads = [*grads, *state.sequence.grads()]
             state.sequence = None
         run(state, grads)
+        if state.work is None:
+            self._drop_held(state)
         if self._prev.queue is None:
             if not self._is_first:
                 self._prev.states[state.microbatch].received_grads = state.grads_to_send
             state.grads_to_send = None
+
+    def _drop_held(self, state: MicrobatchState) -> None:
+        if self._dual_streams is not None:
+            self._dual_streams.keep_alive(state.held)
+            state.held = ()
 
     def _run_replicas(self, act: Callable[[Replicas], None]) -> None:
         if self.replicas is not None:

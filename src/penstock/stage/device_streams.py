@@ -3,7 +3,8 @@
     stream a   ── write x ──● mark            a's work up to here
                             │
     stream b   ─────────────▼ wait ── read x ──
-                                 keep(x, b)   x's memory is not reused before b is done
+
+Memory that is dropped serves its own stream again, so the host holds x until a waits for b.
 
 The host waits only in ``elapsed_s`` and ``host_time_of``, which are not called within a step. All
 streams and events go through this module, so that tests can record their order.
@@ -56,10 +57,6 @@ class DeviceStreams:
     def follow(self, stream: Stream, other: Stream) -> None:
         """Let later work on ``stream`` wait for all work so far on ``other``."""
         stream.wait_stream(other)
-
-    def keep(self, tensor: Tensor, stream: Stream) -> None:
-        """Don't reuse the memory of ``tensor`` before ``stream`` is done with it."""
-        tensor.record_stream(stream)
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)

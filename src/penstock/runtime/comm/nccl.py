@@ -5,7 +5,8 @@ so that a send never queues behind a receive of the same pair. Works only order 
 runs ahead of the device, and keeps tensors alive until the device has sent them.
 
 The host blocks at the first exchange of two ranks, and within a step these waits could form a
-cycle. Connections are therefore made before the first step, in one global order of pairs.
+cycle. Connections are therefore made before the first step, in one global order of pairs: in rounds
+of disjoint pairs, which connect at the same time. Schedules over one group share its NCCL groups.
 
 With a single device queue for all streams (``CUDA_DEVICE_MAX_CONNECTIONS=1``) a receive at its
 head would block the compute that the peer waits for. Each pair of ranks then uses one channel.
@@ -17,8 +18,10 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -40,6 +43,19 @@ MAX_SETTLE_S = 30.0
 MAX_ABORT_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class _DataPlane:
+    """The NCCL groups of a pipeline's group, and the ranks to which they are connected."""
+
+    up: dist.ProcessGroup
+    down: dist.ProcessGroup
+    connected: set[int]
+
+
+# By the pipeline's group, with weak keys: a communicator for each schedule would stay to the end.
+_data_planes: WeakKeyDictionary[dist.ProcessGroup, _DataPlane] = WeakKeyDictionary()
+
+
 class NcclTransport(C10dTransport):
     """One rank's transport for CUDA tensors."""
 
@@ -56,17 +72,21 @@ class NcclTransport(C10dTransport):
         self._last_step: Event = None  # recorded after the last successful step
         self._up: Any = None
         self._down: Any = None
-        self._unconnected: set[int] = set()
+        self._peers: set[int] = set()
 
     def register_peers(self, peers: Iterable[int]) -> None:
-        self._unconnected.update(peers)
+        self._peers.update(peers)
 
     def connect(self) -> None:
-        is_first = self._up is None
+        is_first = self._group not in _data_planes
         if is_first:
             self.all_gather_ints(0)  # all ranks are in this call and will create groups
-            self._up, self._down = self._new_group("up"), self._new_group("down")
-        peers, self._unconnected = self._unconnected, set()
+            groups = self._new_group("up"), self._new_group("down")
+            _data_planes[self._group] = _DataPlane(*groups, set())
+        plane = _data_planes[self._group]
+        self._up, self._down = plane.up, plane.down
+        peers = self._peers - plane.connected
+        plane.connected.update(peers)
         scrap = torch.zeros(1, device=self._device)
         for low, high in pairs_of(self.rank, peers):
             peer = high if self.rank == low else low
@@ -159,5 +179,21 @@ def channels_of(device: torch.device) -> Channels:
 
 
 def pairs_of(rank: int, peers: Iterable[int]) -> list[tuple[int, int]]:
-    """The pairs of a rank with its peers, the lower rank first, in the global order."""
-    return sorted((min(rank, peer), max(rank, peer)) for peer in peers)
+    """The pairs of a rank with its peers, the lower rank first, in the global order.
+
+    Pairs of the same distance make two rounds of disjoint pairs, whatever the number of ranks:
+
+        distance 1   0-1   2-3   4-5       1-2   3-4
+        distance 2   0-2   1-3   4-6       2-4   3-5
+
+    Example:
+        >>> pairs_of(2, [0, 1, 3, 4])
+        [(2, 3), (1, 2), (0, 2), (2, 4)]
+    """
+    pairs = [(min(rank, peer), max(rank, peer)) for peer in peers]
+    return sorted(pairs, key=lambda pair: (*_round_of(*pair), pair))
+
+
+def _round_of(low: int, high: int) -> tuple[int, int]:
+    distance = high - low
+    return distance, low // distance % 2
