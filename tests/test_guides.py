@@ -128,3 +128,8 @@ def test_every_schedule_has_its_section() -> None:
     formulas = page.partition("## Formulas")[2].partition("## ")[0]
     rows = " ".join(re.findall(r"^\| ([a-z0-9][^|]*) \|", formulas, re.M))
     assert {each.name for each in penstock.schedules()} <= set(re.split("[ ,]+", rows))
+
+
+def test_the_state_of_cuda_stands_in_the_first_screen() -> None:
+    first_screen = (ROOT / "README.md").read_text().splitlines()[:20]
+    assert "The CUDA path has not run on a device yet." in first_screen

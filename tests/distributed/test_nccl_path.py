@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,7 +25,7 @@ from penstock.runtime import pipeline_schedule
 from penstock.runtime.comm import nccl
 from penstock.runtime.comm.c10d import C10dTransport, as_wire
 from penstock.runtime.comm.nccl import NcclTransport, channels_of, pairs_of
-from penstock.runtime.failure import Calls, Watchdog
+from penstock.runtime.failure import Calls, ErrorStore, Watchdog
 from penstock.schedule.channels import TWO_WAY
 from penstock.testing.processes import run_ranks
 from tests.agreement import ROUNDING, Twins
@@ -199,6 +199,59 @@ def test_the_step_before_ends_before_its_messages_are_given_up() -> None:
     transport._streams, transport._last_step = Busy(noted), "the step before"
     transport.abort_groups([Group(noted), Group(noted)])
     assert noted == ["the step before"] * 3 + ["abort"] * 2
+
+
+class Waiting:
+    """A device's streams that have passed the first mark alone."""
+
+    def __init__(self) -> None:
+        self.made: list[list[str]] = []
+
+    def current(self) -> None:
+        return None
+
+    def event(self) -> list[str]:
+        self.made.append([])
+        return self.made[-1]
+
+    def mark(self, event: list[str], stream: None) -> None:
+        event.append("marked")
+
+    def is_over(self, event: list[str]) -> bool:
+        return event is self.made[0] and len(event) == 1
+
+
+class NoFailures(ErrorStore):
+    """An error store to which nobody writes."""
+
+    def __init__(self) -> None:
+        self.is_lost, self.interval_s = False, 0.1
+
+    def read(self, waited_s: float = 0.0) -> None:
+        return None
+
+
+def test_a_message_that_the_device_waits_for_has_a_deadline() -> None:
+    """Also while the host is in the user's code, which may wait for the device."""
+    transport: Any = object.__new__(NcclTransport)
+    given_up: list[Any] = []
+    ended = threading.Event()
+
+    def abort(peer: Any) -> None:
+        given_up.append(peer)
+        ended.set()
+
+    watchdog = transport._watchdog = Watchdog(0.3, abort, transport.device_wait)
+    transport._streams, transport._limit, transport._device_waits = Waiting(), (), deque()
+    watchdog.start(NoFailures(), always=True)
+    for peer in (1, 2, 3):
+        transport.wait_for_message((Group([]),), (), peer)
+    assert ended.wait(20)
+    assert given_up == [2] and watchdog.timed_out
+    with pytest.raises(RuntimeError, match="given up"):
+        transport.wait_for((Group([]),), 5)
+    waited = watchdog.stop()
+    assert waited is not None and waited[1] == 2
 
 
 def test_ranks_meet_on_the_host() -> None:

@@ -142,3 +142,68 @@ def test_a_failure_reaches_all_ranks_and_leaves_no_device_waiting() -> None:
         message, elapsed_s = outcome.result()
         assert "rank 1, stage 1, microbatch 2" in message and "on purpose" in message
         assert elapsed_s < 15
+
+
+def be_slow(rank: int, num_ranks: int) -> tuple[str, float]:
+    """Rank 1 takes longer than its peer waits, whose host is in the user's code meanwhile."""
+
+    class Slow(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if rank == 0:
+                torch.cuda.synchronize()  # from the second backward on, it waits for a message
+            elif self.calls == 2:
+                time.sleep(20)
+            return x
+
+    model = nn.Sequential(nn.Linear(6, 6), Slow(), nn.Linear(6, 6), Slow())
+    pipe = Pipeline(
+        model.cuda(rank),
+        loss_fn=nn.functional.mse_loss,
+        split=[2, 2],
+        n_microbatches=8,
+        device=torch.device("cuda", rank),
+        group=make_group(rank, num_ranks),
+        timeout_s=3.0,
+    )
+    batch = torch.ones(16, 6, device=pipe.device)
+    begin = time.monotonic()
+    try:
+        pipe.step(batch, target=batch)
+    except PenstockError as error:
+        return str(error), time.monotonic() - begin
+    raise AssertionError("nothing was raised")
+
+
+def test_a_wait_of_the_device_has_a_deadline() -> None:
+    first, _ = run_ranks(be_slow, RANKS, timeout_s=120)
+    message, elapsed_s = first.result()
+    assert "no word from rank 1 within 3 s" in message
+    assert elapsed_s < 15
+
+
+def make_many(rank: int, num_ranks: int) -> list[int]:
+    """The memory that is in use on the device, in bytes, after each of several pipelines."""
+    group, used = make_group(rank, num_ranks), []
+    for _ in range(6):
+        pipe = Pipeline(
+            nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).cuda(rank),
+            loss_fn=nn.functional.mse_loss,
+            n_microbatches=4,
+            device=torch.device("cuda", rank),
+            group=group,
+        )
+        batch = torch.ones(8, 6, device=pipe.device)
+        pipe.step(batch, target=batch)
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        used.append(total - free)
+    return used
+
+
+def test_pipelines_over_one_group_share_its_communicators() -> None:
+    for outcome in run_ranks(make_many, RANKS, timeout_s=120):
+        used = outcome.result()
+        assert used[-1] - used[1] < 8 << 20, used

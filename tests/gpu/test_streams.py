@@ -191,3 +191,26 @@ def test_a_failing_step_leaves_the_callers_stream() -> None:
     with pytest.raises(penstock.StageError, match="on purpose"):
         pipe.step(torch.ones(8, 4, device=DEVICE), target=torch.ones(8, 4, device=DEVICE))
     assert torch.cuda.current_stream() == before
+
+
+def test_overlap_holds_no_memory_by_how_far_the_host_is_ahead() -> None:
+    """With ``record_stream`` memory would stay in use until the device comes to its last use."""
+    peaks = []
+    for cycles in (0, int(2e9)):
+        program = build("dualpipev", ranks=2, microbatches=16)
+        pipe = Pipeline(
+            nn.Sequential(*wide(4)),
+            loss_fn=F.mse_loss,
+            schedule=program,
+            device=DEVICE,
+            overlap=True,
+        )
+        batch = torch.randn(16 * 64, 512, device=DEVICE, dtype=torch.float64)
+        pipe.step(batch, target=batch)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda._sleep(cycles)
+        pipe.step(batch, target=batch)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] <= 1.01 * peaks[0], peaks

@@ -316,13 +316,21 @@ class Watchdog:
             reads tell one long wait from two short ones without a clock in the main thread.
         has_aborted: whether it has aborted a wait.
         timed_out: whether a wait exceeded the timeout.
+        late_on_device: the wait of the device that did, while the main thread waited for none.
     """
 
     _errors: ErrorStore
     _watches_always: bool
 
-    def __init__(self, timeout_s: float, abort: Callable[[int | Peers], None]) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        abort: Callable[[int | Peers], None],
+        device_wait: Callable[[], Wait | None] = lambda: None,
+    ) -> None:
         self.waiting_for: Wait | None = None
+        self.late_on_device: Wait | None = None
+        self._device_wait = device_wait
         self.has_aborted = self.timed_out = False
         self.timeout_s = timeout_s
         self._abort = abort
@@ -351,7 +359,7 @@ class Watchdog:
         self._end(None)
         atexit.unregister(self._end)
         waiting, self.waiting_for = self.waiting_for, None
-        self._abort = lambda peer: None  # releases the transport
+        self._abort, self._device_wait = lambda peer: None, lambda: None  # release the transport
         return waiting
 
     def _end(self, for_s: float | None = MAX_LAST_READ_S) -> None:
@@ -371,7 +379,8 @@ class Watchdog:
             self._active.wait()
             if self._stopped.is_set():
                 return
-            errors, waiting, now = self._errors, self.waiting_for, time.monotonic()
+            errors, now = self._errors, time.monotonic()
+            waiting = self.waiting_for or self._device_wait()
             if waiting is not seen:
                 seen, since = waiting, now
             elif waiting is not None:
@@ -379,7 +388,9 @@ class Watchdog:
                 self.timed_out |= is_late
                 if is_late or self._has_failure(errors, now - since):
                     errors.is_lost |= self._query is not None
-                    if self.waiting_for is waiting:
+                    if waiting in (self.waiting_for, self._device_wait()):
+                        if is_late and self.waiting_for is not waiting:
+                            self.late_on_device = waiting
                         self.has_aborted = True
                         self._abort(waiting[1])
             elif self._watches_always and now - read_at > IDLE_INTERVAL_S:

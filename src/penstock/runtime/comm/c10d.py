@@ -35,7 +35,14 @@ from penstock.runtime.comm.base import (
     RecvBuffers,
     Transport,
 )
-from penstock.runtime.failure import BackgroundCall, ErrorStore, Peers, Watchdog, calls_over
+from penstock.runtime.failure import (
+    BackgroundCall,
+    ErrorStore,
+    Peers,
+    Wait,
+    Watchdog,
+    calls_over,
+)
 from penstock.stage.boundary import TensorMeta
 
 __all__ = [
@@ -140,7 +147,7 @@ class C10dTransport(Transport):
         self._processes = tuple(dist.get_process_group_ranks(group))
         self._replicas: tuple[dist.ProcessGroup, ...] = ()
         self._errors = ErrorStore(group, number)
-        self._watchdog = Watchdog(timeout_s, self.abort)
+        self._watchdog = Watchdog(timeout_s, self.abort, self.device_wait)
         # Torch's timeout of the user's group; the watchdog acts earlier.
         self._limit: tuple[timedelta, ...] = (
             timedelta(seconds=min(timeout_s + MAX_OVERTIME_S, MAX_TIMEOUT_S)),
@@ -173,7 +180,7 @@ class C10dTransport(Transport):
         if isinstance(error, PenstockError):
             # Torch may have waited for replicas within an action.
             is_broken = self._replicas and self._is_broken_wait(error.__cause__)
-            wait = ((), Peers.REPLICAS) if is_broken else None
+            wait = ((), Peers.REPLICAS) if is_broken else watchdog.late_on_device
         elif not isinstance(error, RuntimeError):
             wait = None  # Ctrl-C may reach a waiting rank
         timed_out_s = watchdog.timeout_s if watchdog.timed_out else None
@@ -233,10 +240,17 @@ class C10dTransport(Transport):
     def wait_for(self, works: Sequence[Any], peer: int | Peers) -> None:
         """Wait, watched, for works that depend on ``peer``."""
         watchdog = self._watchdog
+        if watchdog.late_on_device is not None:
+            watchdog.waiting_for = watchdog.late_on_device
+            raise RuntimeError("a wait of the device was given up")
         watchdog.waiting_for = (works, peer)
         for work in works:
             work.wait(*self._limit)
         watchdog.waiting_for = None
+
+    def device_wait(self) -> Wait | None:
+        """The oldest wait in which the device still is; called in the watchdog's thread."""
+        return None
 
     @contextlib.contextmanager
     def watching(self, peer: int | Peers) -> Iterator[None]:

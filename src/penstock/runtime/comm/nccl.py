@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,7 @@ from penstock import _torch_compat
 from penstock.cause import key_of
 from penstock.errors import PenstockError
 from penstock.runtime.comm.c10d import MAX_TIMEOUT_S, C10dTransport, InFlightSends
-from penstock.runtime.failure import BackgroundCall, Peers, poll
+from penstock.runtime.failure import BackgroundCall, Peers, Wait, poll
 from penstock.schedule.channels import Channels
 from penstock.stage.device_streams import Event, streams_of
 
@@ -68,6 +69,8 @@ class NcclTransport(C10dTransport):
     ) -> None:
         super().__init__(group, device, number, timeout_s)
         self._limit = ()
+        # An event behind each message that the device may still wait for, oldest first.
+        self._device_waits: deque[tuple[tuple[Event], int]] = deque()
         self._streams = streams_of(device)
         self._last_step: Event = None  # recorded after the last successful step
         self._up: Any = None
@@ -127,7 +130,23 @@ class NcclTransport(C10dTransport):
         self, works: Sequence[Any], tensors: Sequence[Tensor], peer: int
     ) -> Sequence[Tensor]:
         self.wait_for(works, peer)
+        streams, waits = self._streams, self._device_waits
+        if streams is not None:
+            # The host does not wait: after this event the device has passed the message.
+            is_over = bool(waits) and streams.is_over(waits[0][0][0])
+            event = waits.popleft()[0][0] if is_over else streams.event()
+            streams.mark(event, streams.current())
+            waits.append(((event,), peer))
         return tensors
+
+    def device_wait(self) -> Wait | None:
+        streams = self._streams
+        if streams is None:
+            return None
+        with contextlib.suppress(RuntimeError):  # the device itself is broken
+            waits = list(self._device_waits)
+            return next((wait for wait in waits if not streams.is_over(wait[0][0])), None)
+        return None
 
     def all_reduce(self, tensor: Tensor) -> None:
         if not tensor.is_cuda:
