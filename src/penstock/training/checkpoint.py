@@ -4,9 +4,9 @@
     rank 1   its stages' parameters ─┴─► a folder, by name ───┴─► the plain model, one process
 
 A checkpoint is what DCP writes of ``{"model": model.state_dict(), "optim": ...}``, the optimizer's
-state flattened by parameter name, so that DCP alone reads it. Each save writes new files, and
-removes the previous ones once it is complete: a killed process or a full disk leaves the previous
-checkpoint.
+state flattened by parameter name, so that DCP alone reads it; and of ``"extra"``, by rank a tuple
+of the user's dict and the states of the random generators. Each save writes new files, and removes
+the previous ones once it is complete: a killed process or a full disk leaves the previous one.
 
     runs/it/__0_3f9c_0.distcp   written by rank 0
             __1_3f9c_0.distcp   written by rank 1
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from itertools import chain
@@ -41,14 +41,18 @@ from torch.distributed.checkpoint.storage import WriteResult
 from penstock.cause import default_group
 from penstock.errors import PartitionError
 from penstock.runtime.comm.process_group import collective_call, gather_objects
+from penstock.stage.dtensor import sharded_like
+from penstock.stage.rng import random_states, set_random_states
 from penstock.training.model_state import refuse_common
 
-__all__ = ["Model", "load", "optimizer_state", "save"]
+__all__ = ["Model", "load", "load_optimizer_state", "optimizer_state", "save"]
 
 T = TypeVar("T")
 Folder: TypeAlias = str | PathLike[str]
 
 _SHOWN = 10  # faults, or ranks, in a message
+# The state of torch's optimizers that has the parameter's shape.
+_ELEMENTWISE = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 
 
 class Model(Protocol):
@@ -66,6 +70,7 @@ def save(
     model: Model,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    extra: Mapping[str, Any] | None = None,
     keep: Callable[[str], bool] = lambda _: True,
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -76,6 +81,9 @@ def save(
         path: a folder that all ranks reach, made if missing.
         model: a pipeline, or a plain module.
         optimizer: of the model's parameters; left out if None.
+        extra: what else this rank needs to resume: its step, ``scheduler.state_dict()``, its
+            position in the data; any picklable values. With it go the states of its random
+            generators: torch's, Python's and NumPy's.
         keep: by name, whether to write a parameter or buffer; frozen ones may be left out.
         group: the participating processes: all by default, or those of one of several pipelines.
 
@@ -99,6 +107,8 @@ def save(
         state = {"model": {name: value for name, value in tensors.items() if keep(name)}}
         if optimizer is not None:
             state["optim"] = _flat_state(optimizer, params)
+        if extra is not None:  # a tuple is one entry; DCP would take a dict apart
+            state["extra"] = {str(_rank(group)): (dict(extra), _generator_states(model))}
         # A plain module is no stage, and may be the same on every rank.
         stages: dict[str, int] = getattr(type(model), "parameter_stages", lambda _: {})(model)
         named, folders = zip(*gather_objects(group, (stages, fspath(path))), strict=True)
@@ -126,6 +136,7 @@ def load(
     model: Model,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    extra: dict[str, Any] | None = None,
     keep: Callable[[str], bool] = lambda _: True,
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -136,14 +147,17 @@ def load(
         path: the folder.
         model: a pipeline, or a plain module, that is overwritten.
         optimizer: of the model's parameters; its state and settings are overwritten.
+        extra: a dict, updated by what this rank's ``save`` was given; its random generators are
+            restored too. Ranks beyond those that saved take rank 0's. If None, neither is read.
         keep: by name, whether to read a parameter or buffer; others stay unchanged.
         group: the participating processes; all by default.
 
     Raises:
         FileNotFoundError: some rank sees no complete checkpoint in the folder; on every rank.
-        PartitionError: it is damaged, lacks a name of the model's or of the optimizer's, has it
-            in another shape, or has other settings for parameters that are one group now; on
-            every rank, and nothing was overwritten, but for damage that only reading finds.
+        PartitionError: it is damaged, lacks a name of the model's or of the optimizer's, or has it
+            in another shape; it has no ``extra``; or it has other settings for parameters that are
+            one group now; on every rank, and nothing was overwritten, but for damage that only
+            reading finds.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -165,15 +179,84 @@ def load(
         }
         wanted = {f"model.{name}": tensor for name, tensor in tensors.items()}
         wanted |= {f"optim.{name}": None for name in settings}
-        _on_all_ranks(group, lambda: _refuse(path, _faults(saved, wanted)))
+        rank = str(_rank(group)) if f"extra.{_rank(group)}" in saved else "0"
+        lacks = ["it has no extra state; it was saved without extra="]
+        lacks = lacks if extra is not None and f"extra.{rank}" not in saved else []
+        _on_all_ranks(group, lambda: _refuse(path, [*lacks, *_faults(saved, wanted)]))
         # Reading into the model overwrites it, so that all checks come before.
         _read(path, {"optim": settings}, group)
         _on_all_ranks(group, lambda: _refuse(path, _conflicts(params, settings)))
         states = _empty_states(metadata, {param.name: param.tensor for param in params})
-        _read(path, {"model": tensors, "optim": states}, group)
+        own: dict[str, Any] = {rank: ({}, {})} if extra is not None else {}
+        _read(path, {"model": tensors, "optim": states, "extra": own}, group)
         model.load_state_dict({**before, **tensors})
         if optimizer is not None:
             _fill(optimizer, params, {**states, **settings})
+        if extra is not None:
+            extra.update(own[rank][0])
+            saved_states = own[rank][1]
+            now = _generator_states(model)
+            set_random_states({key: saved_states.get(key, state) for key, state in now.items()})
+
+
+def load_optimizer_state(
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    names: Iterable[str] = (),
+) -> None:
+    """Load the state of the plain model's optimizer; each rank takes that of its own parameters.
+
+    Args:
+        model: gives the names of this process's parameters.
+        optimizer: of these parameters; its state and settings are overwritten.
+        state: ``optimizer.state_dict()`` of the plain model, as ``torch.load`` returns it.
+        names: the names of all parameters of that optimizer, in its order; of one made from
+            ``plain.parameters()``, those of ``plain.named_parameters()``. Not needed for an
+            optimizer made from named parameters.
+
+    Raises:
+        PartitionError: there are more or fewer names than parameters; the state lacks a parameter
+            of this optimizer or has it in another shape; or it has other settings for parameters
+            that are one group now. Nothing was overwritten.
+
+    Example:
+        >>> plain, layer = nn.Linear(2, 2), nn.Linear(2, 2)
+        >>> state = torch.optim.SGD(plain.parameters(), lr=0.5).state_dict()
+        >>> sgd = torch.optim.SGD(layer.parameters(), lr=1.0)
+        >>> load_optimizer_state(layer, sgd, state, [name for name, _ in plain.named_parameters()])
+        >>> sgd.param_groups[0]["lr"]
+        0.5
+    """
+    groups = [(group, index) for group in state["param_groups"] for index in group["params"]]
+    named = [name for group in state["param_groups"] for name in group.get("param_names", ())]
+    named = named or list(names)
+    if len(named) != len(groups):
+        raise PartitionError(
+            f"the optimizer's state has {len(groups)} parameters, but {len(named)} names were "
+            "given; pass names=, those of all its parameters in their order"
+        )
+    by_name = {name: (group, index) for name, (group, index) in zip(named, groups, strict=True)}
+    params = _named_params(model, optimizer)
+    faults = [f"{p.name} is missing" for p in params if p.name not in by_name]
+    _refuse("of the optimizer", faults)
+    flat: dict[str, Any] = {}
+    for param in params:
+        group, index = by_name[param.name]
+        for key, value in state["state"].get(index, {}).items():
+            if not isinstance(value, Tensor):
+                value = deepcopy(value)
+            elif value.shape == param.tensor.shape:
+                value = sharded_like(param.tensor, value).clone()
+            elif key in _ELEMENTWISE:
+                was, expected = tuple(value.shape), tuple(param.tensor.shape)
+                faults.append(f"{key} of {param.name} has shape {was}, expected {expected}")
+            else:
+                value = value.clone()
+            flat[f"state.{param.name}.{key}"] = value
+        flat |= {name: group.get(key, param.group[key]) for name, key in param.settings.items()}
+    _refuse("of the optimizer", [*faults, *_conflicts(params, flat)])
+    _fill(optimizer, params, flat)
 
 
 def optimizer_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -326,6 +409,18 @@ def _refuse(path: Folder, faults: Sequence[str]) -> None:
     if faults:
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise PartitionError(f"checkpoint {path}: {'; '.join(faults[:_SHOWN])}{more}")
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if default_group() is None else dist.get_rank(group)
+
+
+def _generator_states(model: Model) -> dict[Any, Any]:
+    """The states of the generators of the host and of the model's device, by its kind alone."""
+    first = next((param.device for _, param in model.named_parameters()), torch.device("cpu"))
+    device: torch.device = getattr(model, "device", first)
+    states = random_states(device).items()
+    return {torch.device(k.type) if isinstance(k, torch.device) else k: v for k, v in states}
 
 
 def _faults(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
