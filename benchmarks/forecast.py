@@ -3,17 +3,21 @@
     predict   10 steps   predict   10 steps   ...
 
 Each round makes a new pipeline, which measures the model and predicts, and then trains ten steps
-with AdamW. The median of the ten counts, and over rounds the median of the errors. Memory is the
-growth of the process's peak resident memory over what it held before the first step, by rank; it
-shows in the first round alone, since later ones reuse memory. Linux only.
+with AdamW. The median of the ten counts, and over rounds the median of the errors. Memory is that
+of tensors, as torch's profiler sees it allocated and freed in one more step, beside the parameters
+and the state of AdamW: peak resident memory would also show what measuring left to the C library.
 """
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
 from importlib import import_module
+from itertools import accumulate
+from pathlib import Path
 from statistics import median, quantiles
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,7 +25,6 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.figures import Figure
-from benchmarks.memory import reset_peak, status_bytes
 from penstock import Pipeline
 from penstock.testing.processes import run_ranks
 
@@ -101,8 +104,8 @@ def make_model(name: str) -> nn.Module:
 def predict_and_train(
     rank: int, num_ranks: int, name: str, schedule: str, rounds: int, steps: int
 ) -> dict[str, Any]:
-    """One rank: by round the predicted and the median measured seconds of a step, and predicted and
-    measured bytes beyond the parameters in the first round."""
+    """One rank: by round the predicted and the median measured seconds of a step, and the predicted
+    and measured bytes of the first round."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     model = make_model(name)
@@ -117,7 +120,7 @@ def predict_and_train(
         forecast = pipe.forecast
         assert forecast is not None
         optimizer = torch.optim.AdamW([{"params": list(pipe.parameters())}])
-        before, taken = reset_peak(), []
+        taken = []
         for _ in range(1 + steps):  # the first warms up
             dist.barrier()
             start = time.perf_counter()
@@ -127,8 +130,22 @@ def predict_and_train(
             dist.barrier()
             taken.append(time.perf_counter() - start)
         times.append((forecast.step_s + forecast.optimizer_s, median(taken[1:])))
-        if number == 0:
-            held = sum(param.nbytes for param in pipe.parameters())
-            sizes = (forecast.peak_bytes[rank] - held, status_bytes("VmHWM") - before)
         pipe.zero_grad()
+        if number == 0:
+            held = 3 * sum(param.nbytes for param in pipe.parameters())
+            sizes = (forecast.peak_bytes[rank], held + _allocated_bytes(pipe, batch))
+            pipe.zero_grad()
     return {"times": times, "bytes": sizes}
+
+
+def _allocated_bytes(pipe: Pipeline, batch: dict[str, Any]) -> int:
+    """The peak of the memory that a step allocates."""
+    with torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        pipe.step(**batch)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    changes = [event for event in events if event.get("name") == "[memory]"]
+    changes.sort(key=lambda event: float(event["ts"]))
+    return int(max(accumulate(event["args"]["Bytes"] for event in changes)))

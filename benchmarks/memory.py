@@ -21,7 +21,7 @@ import penstock
 from benchmarks.figures import Figure
 from penstock.testing.processes import run_ranks
 
-__all__ = ["measure_memory", "reset_peak", "status_bytes"]
+__all__ = ["measure_memory"]
 
 ROWS, WIDTH = 512, 4096
 MEGABYTES = ROWS * WIDTH * 4 / 2**20
@@ -97,7 +97,7 @@ def _peak_bytes(rank: int, num_ranks: int, library: str, num_microbatches: int) 
     # Touched before: libraries load and threads start at the first of everything.
     (module(inputs[:1]).mean()).backward()
     dist.barrier()
-    before = reset_peak()
+    before = _reset_peak()
     stage = source.PipelineStage(module, rank, num_ranks, torch.device("cpu"))
     schedule = source.Schedule1F1B(stage, num_microbatches, loss_fn=_loss)
     # As many microbatches in all, however many a step has. What is resident of a buffer depends on
@@ -107,7 +107,7 @@ def _peak_bytes(rank: int, num_ranks: int, library: str, num_microbatches: int) 
             schedule.step(inputs, return_outputs=False)
         else:
             schedule.step(target=target, losses=[], return_outputs=False)
-    peak = status_bytes("VmHWM") - before
+    peak = _status_bytes("VmHWM") - before
     dist.barrier()
     return peak
 
@@ -116,14 +116,13 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return (output[:, :1, :1].sum() - target.sum()) ** 2
 
 
-def reset_peak() -> int:
-    """Forget the peak of resident memory so far; returns what is held now."""
+def _reset_peak() -> int:
+    """Forget the peak so far; returns what is held now."""
     Path("/proc/self/clear_refs").write_text("5")
-    return status_bytes("VmRSS")
+    return _status_bytes("VmRSS")
 
 
-def status_bytes(name: str) -> int:
-    """A number of bytes in /proc/self/status, such as ``"VmHWM"``."""
+def _status_bytes(name: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024

@@ -65,8 +65,8 @@ class Forecast:
     Attributes:
         step_s: the time of ``Pipeline.step``; in one process, of all ranks in turn.
         optimizer_s: the time of an update by AdamW, on the rank with the most parameters.
-        peak_bytes: per rank its parameters, their gradients, AdamW's two moments, and its
-            activations at their peak.
+        peak_bytes: per rank its parameters, their gradients, AdamW's two moments, its activations
+            at their peak, and the temporary tensors of a forward or backward.
     """
 
     step_s: float
@@ -344,12 +344,17 @@ def _forecast(
     owned = [sum(block.parameter_bytes for block in group) for group in groups]
     stages_of = program.placement.stages_of
     held = [sum(owned[i] for i in stages_of(rank)) for rank in range(program.num_ranks)]
+    most = [max(block.temporary_bytes for block in group) for group in groups]
+    activations = (
+        peak + max(most[i] for i in stages_of(rank))
+        for rank, peak in enumerate(simulated.peak_bytes)
+    )
     # One process runs all ranks in turn, and so takes their busy times together.
     alone = spec.group is None
     return Forecast(
         step_s=simulated.busy if alone else simulated.makespan,
         optimizer_s=measured.update_s * (sum(held) if alone else max(held)),
-        peak_bytes=tuple(4 * p + a for p, a in zip(held, simulated.peak_bytes, strict=True)),
+        peak_bytes=tuple(4 * p + a for p, a in zip(held, activations, strict=True)),
         is_alone=alone,
         device=spec.device,
     )

@@ -318,10 +318,35 @@ def test_a_gradient_taken_in_the_forward_is_no_arrival() -> None:
 
     model = nn.Sequential(nn.Linear(2, 2), Inner())
     profiled = ProfiledModel(model, leaf_modules(model), torch.ones(1, 2), torch.sum)
-    observed = ObservedPass(profiled)
+    observed = ObservedPass(profiled, clock=map(float, count()).__next__)
     observed.forward()
-    profiled.stamp = map(float, count()).__next__  # type: ignore[method-assign]
     assert observed.backward() == (1.0, 2.0)
+
+
+class Spacious(nn.Module):
+    """Holds a megabyte in its forward or in its backward, and keeps none."""
+
+    def __init__(self, *, backward: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+        self.backward = backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        if self.backward:
+            y.register_hook(lambda grad: grad + 0 * torch.ones(1 << 18).sum())
+            return y
+        return y + 0 * torch.ones(1 << 18).sum()
+
+
+def test_temporary_tensors_are_counted_in_both_directions() -> None:
+    model = nn.Sequential(
+        nn.Linear(DIM, DIM), Spacious(backward=False), Spacious(backward=True), nn.Linear(DIM, DIM)
+    )
+    measured = profile(model, torch.ones(2, DIM), runs=1)
+    sizes = [block.temporary_bytes for block in measured.blocks]
+    assert [size >> 20 for size in sizes] == [0, 1, 1, 0]
+    assert max(block.activation_bytes for block in measured.blocks) < 1 << 10
 
 
 # --- no trace ----------------------------------------------------------------------------------

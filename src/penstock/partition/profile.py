@@ -35,6 +35,7 @@ from penstock.partition.profiled_model import (
     ProfileRun,
     Sent,
     Times,
+    measure_temporaries,
     measure_times,
     run_profiled,
     sent_of,
@@ -97,7 +98,9 @@ def profile(
     profiled = ProfiledModel(model, leaves, example, loss_fn)
     snapshot = ModuleSnapshot(model)
     try:
-        run, medians = _measure(profiled, runs, progress or (lambda done, total, what: None))
+        run, medians, temporaries = _measure(
+            profiled, runs, progress or (lambda done, total, what: None)
+        )
     finally:
         snapshot.restore()
     blocks = gather(leaves, run.order)
@@ -106,7 +109,7 @@ def profile(
     loose = [name for name, param in model.named_parameters() if id(param) not in held]
     return Profile(
         blocks=tuple(
-            _costs_of(block, () if i else loose, run, medians, sent[i])
+            _costs_of(block, () if i else loose, run, medians, temporaries, sent[i])
             for i, block in enumerate(blocks)
         ),
         model=name,
@@ -117,8 +120,9 @@ def profile(
 
 def _measure(
     profiled: ProfiledModel, runs: int, report: OnProgress
-) -> tuple[ProfileRun, list[Times]]:
-    """One run without timing; and the medians of ``measure_times`` over runs after a warm-up."""
+) -> tuple[ProfileRun, list[Times], tuple[int, ...]]:
+    """One run without timing; the medians of ``measure_times`` over runs after a warm-up; and the
+    bytes of temporary tensors."""
     report(0, runs + 2, "which blocks run when")
     with preserve_rng_state(profiled.device), torch.enable_grad():
         run = profiled.on_own_state(lambda: run_profiled(profiled))
@@ -128,10 +132,13 @@ def _measure(
         report(i + 1, runs + 2, f"run {i} of {runs}" if i else "warm-up")
         with preserve_rng_state(profiled.device), torch.enable_grad():
             measured.append(profiled.on_own_state(lambda: measure_times(profiled, run)))
+    with preserve_rng_state(profiled.device), torch.enable_grad():
+        temporaries = profiled.on_own_state(lambda: measure_temporaries(profiled))
     del above
     report(runs + 2, runs + 2, "done")
     by_op = zip(*measured[1:], strict=True)
-    return run, [tuple(map(statistics.median, zip(*each, strict=True))) for each in by_op]
+    medians = [tuple(map(statistics.median, zip(*each, strict=True))) for each in by_op]
+    return run, medians, temporaries
 
 
 def _hold_memory(profiled: ProfiledModel) -> object:
@@ -177,7 +184,12 @@ def _sent_by_block(profiled: ProfiledModel, run: ProfileRun, blocks: Sequence[Bl
 
 
 def _costs_of(
-    block: Block, loose: Sequence[str], run: ProfileRun, medians: Sequence[Times], sent: Sent
+    block: Block,
+    loose: Sequence[str],
+    run: ProfileRun,
+    medians: Sequence[Times],
+    temporaries: Sequence[int],
+    sent: Sent,
 ) -> BlockCosts:
     names = [leaf.name for leaf in block.leaves]
     segments = [segment for segment, name in enumerate(run.order) if name in names]
@@ -195,6 +207,7 @@ def _costs_of(
         backward_s=backward_s,
         deferral_s=max(0.0, deferring_s - forward_s),
         activation_bytes=sum(run.kept_bytes[i] for i in segments),
+        temporary_bytes=max(temporaries[i] for i in segments),
         parameters=sum(p.numel() for p in params),
         parameter_bytes=sum(param.nbytes for param in params),
         sent_bytes=sent[0],

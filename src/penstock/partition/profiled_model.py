@@ -14,9 +14,10 @@ gradients and hooks stay untouched, and on copies of its buffers.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -28,6 +29,7 @@ from torch.func import functional_call
 
 from penstock._torch_compat import (
     CompiledCall,
+    TorchDispatchMode,
     is_compiled_in_place,
     registries,
     saved_through,
@@ -46,8 +48,8 @@ from penstock.stage.weight_grad import (
 from penstock.stage.weight_grad.accumulate import accumulate
 
 __all__ = [
-    "Chained", "ObservedPass", "ProfileRun", "ProfiledModel", "Sent", "Times", "measure_times",
-    "run_profiled", "sent_of",
+    "Chained", "ObservedPass", "ProfileRun", "ProfiledModel", "Sent", "Times",
+    "measure_temporaries", "measure_times", "run_profiled", "sent_of",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -179,15 +181,22 @@ class ObservedPass:
         order: the names of the leaf modules whose segments have begun.
         marks: per segment, the result of ``mark``.
         outputs: per segment, the output tensors of its leaf module, if ``keeps_outputs``.
+        spans: of the last forward or backward, in order: a segment, and the clock before and after.
     """
 
-    def __init__(self, profiled: ProfiledModel, mark: Callable[[], Any] = lambda: None) -> None:
+    def __init__(
+        self,
+        profiled: ProfiledModel,
+        mark: Callable[[], Any] = lambda: None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self.order: list[str] = []
         self.marks: list[Any] = []
         self.outputs: dict[int, list[Tensor]] = {}
         self.keeps_outputs = False
         self._profiled = profiled
-        self._mark = mark
+        self.spans: list[tuple[int, float, float]] = []
+        self._mark, self._clock = mark, clock or profiled.stamp
         self._begun: list[float] = []
         self._names: dict[nn.Module, list[str]] = {}
         for leaf in profiled.leaves:
@@ -198,10 +207,11 @@ class ObservedPass:
     def forward(self) -> Times:
         """Run the forward, within ``on_own_state``; return the time of each segment's."""
         with self._watching():
-            begin_s = self._profiled.stamp()
+            begin = self._clock()
             self._roots, self._grads = self._profiled.forward()
-            end_s = self._profiled.stamp()
-        return tuple(b - a for a, b in pairwise([begin_s, *self._begun[1:], end_s]))
+            stamps = [begin, *self._begun[1:], self._clock()]
+        self.spans = [(i, *between) for i, between in enumerate(pairwise(stamps))]
+        return self._times()
 
     def backward(self) -> Times:
         """Run the backward; return the time of each segment's.
@@ -209,15 +219,20 @@ class ObservedPass:
         A segment's backward begins when a gradient reaches its output. The time before the first
         one belongs to the loss, and counts with the last segment.
         """
-        times = [0.0] * len(self.order)
         self._arrivals.clear()  # of gradients taken within the forward
-        current, last = len(self.order) - 1, self._profiled.stamp()
+        current, begin = len(self.order) - 1, self._clock()
         torch.autograd.backward(self._roots, self._grads)
-        end = self._profiled.stamp()
-        for segment, stamp in self._arrivals.items():
-            times[current] += stamp - last
-            current, last = segment, stamp
-        times[current] += end - last
+        arrivals = [*self._arrivals.items(), (current, self._clock())]
+        self.spans = []
+        for segment, stamp in arrivals:
+            self.spans.append((current, begin, stamp))
+            current, begin = segment, stamp
+        return self._times()
+
+    def _times(self) -> Times:
+        times = [0.0] * len(self.order)
+        for segment, begin, end in self.spans:
+            times[segment] += end - begin
         return tuple(times)
 
     def undeferred(self) -> list[nn.Parameter]:
@@ -252,7 +267,7 @@ class ObservedPass:
         if names:
             self.order.append(names.pop(0))
             self.marks.append(self._mark())
-            self._begun.append(self._profiled.stamp())
+            self._begun.append(self._clock())
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         segment = self._calls.pop()
@@ -260,7 +275,7 @@ class ObservedPass:
             return
         tensors = list(tensors_of(output))
         # Without a reference to this pass, which would keep the graph until the garbage collection.
-        arrive = partial(_arrive, self._arrivals, segment, self._profiled)
+        arrive = partial(_arrive, self._arrivals, segment, self._clock)
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(arrive)  # type: ignore[no-untyped-call]
@@ -269,10 +284,10 @@ class ObservedPass:
 
 
 def _arrive(
-    arrivals: dict[int, float], segment: int, profiled: ProfiledModel, grad: Tensor
+    arrivals: dict[int, float], segment: int, clock: Callable[[], float], grad: Tensor
 ) -> None:
     if segment not in arrivals:
-        arrivals[segment] = profiled.stamp()
+        arrivals[segment] = clock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -336,6 +351,68 @@ def _undeferred(profiled: ProfiledModel) -> tuple[nn.Parameter, ...] | None:
     except CannotDeferError:
         return None
     return tuple(found)
+
+
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the tensors that operations make, while they live.
+
+    Attributes:
+        laps: at each call of ``lap`` the bytes, and their peak since the call before.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.laps: list[tuple[int, int]] = []
+        self._live = self._peak = 0
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._storages: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tensors_of(made):
+            with suppress(NotImplementedError, RuntimeError):  # no storage of its own
+                self._count(tensor.untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place not in self._known and place not in self._storages:
+            self._storages[place] = weakref.ref(storage, partial(self._free, place, size))
+            self._live += size
+            self._peak = max(self._peak, self._live)
+
+    def _free(self, place: int, size: int, storage: object) -> None:
+        del self._storages[place]
+        self._live -= size
+
+    def lap(self) -> float:
+        """Begin a lap; returns its number."""
+        self.laps.append((self._live, self._peak))
+        self._peak = self._live
+        return len(self.laps) - 1.0
+
+
+def measure_temporaries(profiled: ProfiledModel) -> tuple[int, ...]:
+    """The bytes that each segment's F or B holds at most beyond its activation, within
+    ``on_own_state``; 0 for compiled models, whose operations are not seen."""
+    state, params = profiled.state.values(), profiled.parameters
+    grads = [param.grad for param in params if param.grad is not None]
+    counted = _LiveBytes([*state, *grads, *tensors_of((profiled.args, profiled.kwargs))])
+    observed = ObservedPass(profiled, clock=counted.lap)
+    if compiled_parts(profiled.model):
+        return (0,) * len(profiled.leaves)
+    most: dict[int, int] = {}
+    for run, holds_after in ((observed.forward, True), (observed.backward, False)):
+        with counted:
+            run()
+        for segment, begin, end in observed.spans:
+            laps = counted.laps[int(begin) : int(end) + 1]
+            held = laps[-1 if holds_after else 0][0]
+            peak = max(peak for _, peak in laps[1:])
+            most[segment] = max(most.get(segment, 0), peak - held)
+    return tuple(most.get(i, 0) for i in range(len(observed.order)))
 
 
 def measure_times(profiled: ProfiledModel, run: ProfileRun) -> tuple[Times, ...]:
