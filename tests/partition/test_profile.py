@@ -335,7 +335,7 @@ class Spacious(nn.Module):
         y: Tensor = self.layer(x)
         if self.backward:
             y.register_hook(lambda grad: grad + 0 * torch.ones(1 << 18).sum())
-            return y
+            return y.tanh()
         return y + 0 * torch.ones(1 << 18).sum()
 
 
@@ -345,7 +345,7 @@ def test_temporary_tensors_are_counted_in_both_directions() -> None:
     )
     measured = profile(model, torch.ones(2, DIM), runs=1)
     sizes = [block.temporary_bytes for block in measured.blocks]
-    assert [size >> 20 for size in sizes] == [0, 1, 1, 0]
+    assert [round(size / 2**20) for size in sizes] == [0, 1, 1, 0]
     assert max(block.activation_bytes for block in measured.blocks) < 1 << 10
 
 

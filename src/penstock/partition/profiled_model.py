@@ -210,7 +210,8 @@ class ObservedPass:
             begin = self._clock()
             self._roots, self._grads = self._profiled.forward()
             stamps = [begin, *self._begun[1:], self._clock()]
-        self.spans = [(i, *between) for i, between in enumerate(pairwise(stamps))]
+        spans = zip(range(len(self.order)), pairwise(stamps), strict=False)
+        self.spans = [(segment, *between) for segment, between in spans]
         return self._times()
 
     def backward(self) -> Times:
