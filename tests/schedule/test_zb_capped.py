@@ -1,4 +1,4 @@
-"""ZB-1p, ZB-2p and ZB-V under given costs, against the published bubbles."""
+"""Schedules built for given costs: ZB-1p, ZB-2p and ZB-V, with published bubbles, and patterns."""
 
 from __future__ import annotations
 
@@ -91,6 +91,19 @@ def test_messages_of_any_kind_are_reckoned_with(name: str, messages: dict[str, o
         Op.INPUT_GRAD,
         Op.WEIGHT_GRAD,
     }
+
+
+@pytest.mark.parametrize("name", ["v-half", "v-min", "v-zb", "1f1b-v"])
+@pytest.mark.parametrize("latency", [0.2, 0.5, 1.0])
+def test_patterns_make_up_for_latency(name: str, latency: float) -> None:
+    costs = Costs(latency=latency)
+    for ranks in (4, 6):
+        built = run(name, ranks, 3 * ranks, costs)
+        plain = simulate(build(name, ranks=ranks, microbatches=3 * ranks), costs)
+        assert built.span <= plain.span
+        assert max(built.peak_in_flight) <= max(plain.peak_in_flight)
+        gained = {"v-half": 0.95, "1f1b-v": 0.95 if ranks == 6 else 1.0}.get(name, 1.0)
+        assert latency != 0.5 or built.makespan <= gained * plain.makespan
 
 
 @pytest.mark.parametrize("latency", [-1, [0.1, 0.2], {(0, 1): float("nan")}])

@@ -11,6 +11,7 @@ from math import inf
 from typing import TypeAlias
 
 from penstock.errors import ScheduleError
+from penstock.schedule.action import Op
 from penstock.schedule.list_schedule import KIND_OPS, PerStage, kind_needs, list_schedule
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
@@ -37,6 +38,7 @@ class CostedStep:
         limit: the most activations that a rank may hold.
         forward, input_grad, weight_grad: the cost of each kind of action.
         latency: the travel time of a result to another rank.
+        full: True for full backwards, without weight gradients.
 
     Attributes:
         order: the best order.
@@ -57,8 +59,9 @@ class CostedStep:
         input_grad: StageCost = 1.0,
         weight_grad: StageCost = 1.0,
         latency: Latency = 0.0,
+        full: bool = False,
     ) -> None:
-        self._placement, self._limit = placement, limit
+        self._placement, self._limit, self._full = placement, limit, full
         stages = placement.num_stages
         self._costs = (
             _per_stage(name, "forward", forward, stages),
@@ -77,10 +80,14 @@ class CostedStep:
     def _work(self, microbatches: int, *, weight_share: float) -> Workload:
         stages = self._placement.num_stages
         changes = (1.0, weight_share - 1, -weight_share)
+        forward, input_grad, weight_grad = self._costs
+        if self._full:
+            changes, pairs = (1.0, -1.0, 0.0), zip(input_grad, weight_grad, strict=True)
+            input_grad, weight_grad = [i + w for i, w in pairs], [0.0] * stages
         return Workload(
             placement=self._placement,
             num_microbatches=microbatches,
-            durations=tuple(cost for costs in self._costs for cost in costs),
+            durations=(*forward, *input_grad, *weight_grad),
             needs=kind_needs(self._placement, self._delay),
             changes=tuple(change for change in changes for _ in range(stages)),
             limit=self._limit,
@@ -108,27 +115,32 @@ class CostedStep:
     def add_program(self, program: Program) -> None:
         """Add the order of another schedule's program."""
         stages = self._placement.num_stages
+        ops = (Op.FORWARD, Op.FULL_BACKWARD) if self._full else KIND_OPS
         self.add(
             [
-                [
-                    KIND_OPS.index(act.op) * stages + act.stage
-                    for step in steps
-                    for act in step.parts
-                ]
+                [ops.index(act.op) * stages + act.stage for step in steps for act in step.parts]
                 for steps in program.ranks
             ]
         )
 
-    def add_filled(self, orders: Sequence[Sequence[int]], *, spare: int | None = None) -> None:
-        """Add orders of forwards and input gradients, with weight gradients in their idle time.
+    def add_filled(
+        self,
+        orders: Sequence[Sequence[int]],
+        *,
+        spare: int | None = None,
+        overtake: bool = False,
+    ) -> None:
+        """Add orders of forwards and backwards, with weight gradients in their idle time.
 
-        ``spare`` as for ``list_schedule``.
+        ``spare`` and ``overtake`` as for ``list_schedule``.
         """
         found = list_schedule(
             self._placement,
             orders,
             limit=self._limit,
+            full=self._full,
             spare=spare,
+            overtake=overtake,
             costs=self._costs,
             delay=self._delay,
             within=self.span,
@@ -136,19 +148,21 @@ class CostedStep:
         if found.order:
             self.add(found.order)
 
-    def add_urgent(self, *, patience: float, weight_share: float = 1.0) -> None:
+    def add_urgent(self, *, forwards: float, weights: float, weight_share: float = 1.0) -> None:
         """Add an order by list scheduling: input gradients first, then forwards, weights last.
 
         A rank runs no forward that would delay its first input gradient. Later it waits for an
-        input gradient that comes within ``patience`` of the weight gradient that it could run.
-        ``weight_share`` is the share of an activation that is held for a weight gradient.
+        input gradient that comes within the share ``forwards`` of the forward, or ``weights`` of
+        the weight gradient, that it could run. ``weight_share`` is the share of an activation that
+        is held for a weight gradient.
 
         Source: arXiv:2401.10241, sec. 3.1.
         """
         work = self._work(self.work.num_microbatches, weight_share=weight_share)
         stages = self._placement.num_stages
         by_op = [[float(urgency)] * work.num_microbatches for urgency in (1, 0, 2)]
-        waits = [0.0] * (2 * stages) + [patience * cost for cost in self._costs[2]]
+        by_kind = zip((forwards, 0.0, weights), self._costs, strict=True)
+        waits = [share * cost for share, costs in by_kind for cost in costs]
         priorities = [of_op for of_op in by_op for _ in range(stages)]
         self.add(schedule_by_priority(work, priorities, patience=waits, first_patience=inf).order)
 

@@ -33,7 +33,8 @@ half the size of a 1F1B stage's. Bubbles, in chunks, where tF = tB = tW (1F1B's 
 
 Where 3 divides P, 1F1B-V's shortest pattern takes one activation more than its memory, so ranks
 wait, and from M = 2P on the whole takes longer than 1F1B. With one activation more (``limit``) no
-rank waits: the bubble is 5P - 3 for M ≥ 2P. Any P ≥ 1, M ≥ 1.
+rank waits: the bubble is 5P - 3 for M ≥ 2P. Given costs and latency, patterns are list-scheduled
+with these, too, and the order with the shortest span is taken. Any P ≥ 1, M ≥ 1.
 
 Hanayo with one wave (V = 2), P = 2, M = 3:
 
@@ -52,10 +53,14 @@ Source: arXiv:2405.15362, sec. 3; the pattern of 1F1B-V is chosen here. Hanayo: 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import product
+from typing import Any
 
 from penstock.errors import ScheduleError
 from penstock.schedule.families.common import program_of
+from penstock.schedule.families.costed import CostedStep
 from penstock.schedule.families.periodic import chain_pattern
 from penstock.schedule.family import refuse_option, refuse_sizes
 from penstock.schedule.list_schedule import list_schedule
@@ -65,29 +70,32 @@ from penstock.schedule.program import Program
 __all__ = ["hanayo", "one_f_one_b_v", "v_half", "v_min", "v_zb"]
 
 
-def v_min(*, ranks: int, microbatches: int) -> Program:
+def v_min(*, ranks: int, microbatches: int, **costs: Any) -> Program:
     """About a third of 1F1B's memory, by a periodic pattern over a V-shape."""
     # Unless P = 1 (mod 3), passes down and up would conflict on some rank.
     turns = (1, 1, 1) if ranks % 3 == 1 else (2, 1, 1)
     limit = 2 * ((ranks + 4) // 3)
-    return _v_program("v-min", ranks, microbatches, (1, 1, 1, 1), turns, limit, spare=1)
+    return _v_program("v-min", ranks, microbatches, (1, 1, 1, 1), turns, limit, costs, spare=1)
 
 
-def v_half(*, ranks: int, microbatches: int) -> Program:
+def v_half(*, ranks: int, microbatches: int, **costs: Any) -> Program:
     """Half of 1F1B's memory and about half of its bubble, by a periodic pattern over a V-shape."""
     # For even P, backwards that start at once would conflict with forwards on every rank, and lose
     # a unit on each; with these turns they conflict with none after the first.
     turns = (3, 2, 2) if ranks % 2 == 0 else (1, 1, 1)
     limit = 2 * ((ranks + 2) // 2)
-    return _v_program("v-half", ranks, microbatches, (1, 2, 1, 2), turns, limit, spare=1)
+    return _v_program("v-half", ranks, microbatches, (1, 2, 1, 2), turns, limit, costs, spare=1)
 
 
-def v_zb(*, ranks: int, microbatches: int) -> Program:
+def v_zb(*, ranks: int, microbatches: int, **costs: Any) -> Program:
     """Zero bubble by a periodic pattern over a V-shape, in the memory of 1F1B."""
-    return _v_program("v-zb", ranks, microbatches, (1, 5, 1, 5), (1, 1, 1), 2 * ranks, spare=0)
+    legs, turns, limit = (1, 5, 1, 5), (1, 1, 1), 2 * ranks
+    return _v_program("v-zb", ranks, microbatches, legs, turns, limit, costs, spare=0)
 
 
-def one_f_one_b_v(*, ranks: int, microbatches: int, limit: int | None = None) -> Program:
+def one_f_one_b_v(
+    *, ranks: int, microbatches: int, limit: int | None = None, **costs: Any
+) -> Program:
     """1F1B over a V-shape, with whole backwards, in two thirds of its memory."""
     least = 2 * ((2 * ranks + 2) // 3)
     limit = least if limit is None else limit
@@ -103,6 +111,7 @@ def one_f_one_b_v(*, ranks: int, microbatches: int, limit: int | None = None) ->
         legs,
         turns,
         least + longer,
+        costs,
         spare=int(not tight),
         overtake=tight,
         full=True,
@@ -116,6 +125,7 @@ def _v_program(
     legs: tuple[int, int, int, int],
     turns: tuple[int, int, int],
     limit: int,
+    costs: Mapping[str, Any],
     *,
     spare: int,
     overtake: bool = False,
@@ -136,7 +146,17 @@ def _v_program(
     scheduled = list_schedule(
         placement, orders, limit=limit, full=full, spare=spare, overtake=overtake
     )
-    return program_of(name, placement, microbatches, scheduled.order, full=full)
+    program = program_of(name, placement, microbatches, scheduled.order, full=full)
+    if not costs:
+        return program
+    step = CostedStep(name, placement, microbatches, limit, full=full, **costs)
+    step.add_program(program)
+    own = [[kind for kind in kinds if kind < 2 * placement.num_stages] for kinds in step.order]
+    for order, other in product((orders, own), (spare, None)):
+        # Slow messages may leave an order beyond its memory.
+        with suppress(ScheduleError):
+            step.add_filled(order, spare=other, overtake=overtake)
+    return program_of(name, placement, microbatches, step.order, full=full)
 
 
 def hanayo(*, ranks: int, microbatches: int, virtual: int, waves: int | None = None) -> Program:

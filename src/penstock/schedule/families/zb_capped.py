@@ -38,8 +38,8 @@ __all__ = ["zb_1p", "zb_2p"]
 # Candidate warm-ups: forwards before the first input gradient per later rank, and ``spare`` of
 # ``list_schedule``.
 _WARMUPS = ((1.0, None), (1.0, 0), (1.5, None), (2.0, None), (2.0, 0), (3.0, 0))
-# Candidate patience of list schedules that run input gradients first.
-_PATIENCE = (0.0, 0.3, 0.6)
+# Candidate patience of forwards and of weight gradients, where input gradients go first.
+_PATIENCE = ((0.0, 0.0), (0.3, 0.1), (0.0, 0.3), (0.0, 0.6))
 # The share of an activation that ZB-2p counts from I to W.
 _WEIGHT_SHARE = 0.4
 
@@ -76,7 +76,7 @@ def _best(
     for other in (zb_h1, zb_h2):
         if other is zb_h1 or limit >= 2 * ranks - 1:
             step.add_program(other(ranks=ranks, microbatches=microbatches))
-    for share, patience in product(weight_shares, _PATIENCE):
+    for share, (forwards, weights) in product(weight_shares, _PATIENCE):
         if not step.is_done:
-            step.add_urgent(patience=patience, weight_share=share)
+            step.add_urgent(forwards=forwards, weights=weights, weight_share=share)
     return program_of(name, placement, microbatches, step.order)
