@@ -44,7 +44,7 @@ _LAYER_SETTINGS = (
     "num_encoder_layers", "num_decoder_layers",
 )  # fmt: skip
 # The heads that a model class may have, the likeliest first.
-_HEADS = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION")
+_HEADS = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM")
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _MODEL = (
@@ -240,27 +240,19 @@ def _refuse_large(on_meta: nn.Module, layers: dict[str, int], request: ModelRequ
 
 
 def _example_of(config: Any, model: Any, request: ModelRequest) -> dict[str, Any]:
-    """A batch of random inputs, with labels if the model takes some."""
+    """A batch of random tokens, with labels if the model takes some."""
     import torch
 
+    if model.main_input_name != "input_ids":
+        raise PartitionError(
+            f"{request.model} takes {model.main_input_name}, of which no example is made here; "
+            f"{_OWN_FACTORY}"
+        )
     kind, generator = type(model).__name__, torch.Generator().manual_seed(0)
-    if model.main_input_name == "input_ids":
-        text = config.get_text_config()
-        most = getattr(text, "max_position_embeddings", None) or request.length
-        shape = (request.batch, min(request.length, most))
-        ids = torch.randint(0, text.vocab_size, shape, generator=generator)
-        takes_labels = "labels" in inspect.signature(model.forward).parameters
-        is_lm = takes_labels and ("LM" in kind or "Generation" in kind)
-        return {"input_ids": ids, "labels": ids} if is_lm else {"input_ids": ids}
-    if model.main_input_name == "pixel_values":
-        size = getattr(config, "image_size", 224)
-        sides = size if isinstance(size, (tuple, list)) else (size, size)
-        image = (request.batch, getattr(config, "num_channels", 3), *sides)
-        batch = {"pixel_values": torch.randn(image, generator=generator)}
-        if "ForImageClassification" in kind:
-            batch["labels"] = torch.zeros(request.batch, dtype=torch.int64)
-        return batch
-    raise PartitionError(
-        f"{request.model} takes {model.main_input_name}, of which no example is made here; "
-        f"{_OWN_FACTORY}"
-    )
+    text = config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None) or request.length
+    shape = (request.batch, min(request.length, most))
+    ids = torch.randint(0, text.vocab_size, shape, generator=generator)
+    takes_labels = "labels" in inspect.signature(model.forward).parameters
+    is_lm = takes_labels and ("LM" in kind or "Generation" in kind)
+    return {"input_ids": ids, "labels": ids} if is_lm else {"input_ids": ids}

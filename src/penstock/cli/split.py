@@ -20,7 +20,7 @@ from penstock.cli.settings import option, with_options
 from penstock.errors import PartitionError, PenstockError
 from penstock.partition.balance.costs import Profile, SplitObjective, repeat_layers
 from penstock.partition.balance.layout import Layout
-from penstock.partition.plan import Plan, rules_refused, runs_of_names, toml_path
+from penstock.partition.plan import Plan, runs_of_names, toml_path
 from penstock.schedule.messages import numbers_of
 from penstock.schedule.program import Program
 from penstock.schedule.registry import choose_program
@@ -44,7 +44,6 @@ def split(
     runs: Annotated[int, option("Measure so often; the median counts.")] = 5,
     costs: Annotated[Path | None, option("A file of costs, measured if not there.")] = None,
     layout: Annotated[str | None, option("Megatron's layout, as 'Et*3|(tt|)*29,m|L'.")] = None,
-    rule: Annotated[str | None, option("Not supported.", hidden=True)] = None,
     schedule: Annotated[str | None, option("Balance for the ranks of this schedule.")] = None,
     ranks: Annotated[
         int | None, option("On how many ranks --schedule runs.", "--ranks", "-r")
@@ -68,8 +67,6 @@ def split(
     from penstock.partition.balance.balance import BalanceConfig, balanced, split_costs
     from penstock.partition.balance.for_program import balance_for
 
-    if rule is not None:
-        raise rules_refused(rule)
     cut = None if layout is None else Layout.parse(layout)
     is_step = objective is SplitObjective.STEP
     if cut is not None and (memory_limit or bandwidth or is_step):

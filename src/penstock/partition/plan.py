@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Plan", "StageCosts", "abbreviate", "did_you_mean", "field_kinds", "prefixes", "read_document",
-    "read_file", "read_table", "read_value", "rules_refused", "runs_of_names", "split_by_counts",
+    "read_file", "read_table", "read_value", "runs_of_names", "split_by_counts",
     "toml_path",
 ]  # fmt: skip
 
@@ -235,15 +235,6 @@ def toml_path(path: str | Path) -> Path:
     if Path(path).suffix != ".toml":
         raise PartitionError(f"{path}: a plan is a .toml file; name it so")
     return Path(path)
-
-
-def rules_refused(rule: str) -> PartitionError:
-    """The error that rejects a partition rule of DeepSpeed."""
-    return PartitionError(
-        f"{rule!r}: DeepSpeed's partition rules are not supported; balance by measured times "
-        "(split='auto', `penstock split --stages`), or pass counts, such as "
-        "penstock.balance([block.parameters for block in profile.blocks], num_stages).counts"
-    )
 
 
 # --- reading files ------------------------------------------------------------------------------

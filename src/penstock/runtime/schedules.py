@@ -47,7 +47,6 @@ class PipelineScheduleSingle(PipelineSchedule):
         scale_grads: bool = True,
         **options: Any,
     ) -> None:
-        self._stage = stage
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         super().__init__([stage], n_microbatches, loss_fn, *specs, scale_grads, **options)
 

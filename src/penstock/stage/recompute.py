@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock._torch_compat import buffers_of, version_of
 from penstock.errors import StageError
-from penstock.stage.rng import random_states, set_random_states
+from penstock.stage.rng import preserve_rng_state, random_states, set_random_states
 
 __all__ = ["Findings", "RecomputeContext"]
 
@@ -105,14 +105,13 @@ class RecomputeContext:
         """Restore the state for the repetition, and afterwards the present one."""
         owners = {owner for owner, _ in self._before}
         present = [(buffers_of(owner), dict(buffers_of(owner))) for owner in owners]
-        states = random_states(self._device)
-        for (owner, name), buffer in self._before.items():
-            buffers_of(owner)[name] = buffer
-        set_random_states(self._random)
         try:
-            yield
+            for (owner, name), buffer in self._before.items():
+                buffers_of(owner)[name] = buffer
+            with preserve_rng_state(self._device):
+                set_random_states(self._random)
+                yield
         finally:
-            set_random_states(states)
             for buffers, before in present:
                 buffers.clear()
                 buffers.update(before)
