@@ -63,6 +63,17 @@ def test_uninitialized_parameters_are_nan_with_a_warning(caplog: pytest.LogCaptu
     assert "initialized by nobody: weight; set them in init_fn=" in caplog.text
 
 
+def test_parameters_that_wrap_fn_adds_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """The model's initializers don't know them."""
+
+    def adapt(stage: nn.Module, _: int) -> None:
+        stage.register_parameter("scale", nn.Parameter(torch.ones(1, device="meta")))
+
+    pipe = Pipeline(on_meta(), ranks=2, n_microbatches=1, wrap_fn=adapt)
+    assert "initialized by nobody: scale, scale; " in caplog.text
+    assert [name for name, p in pipe.named_parameters() if p.isnan().any()] == ["scale"] * 2
+
+
 def test_loaded_values_are_kept() -> None:
     linear = nn.Linear(2, 2)
     before = linear.weight.clone()
@@ -71,8 +82,6 @@ def test_loaded_values_are_kept() -> None:
 
 
 def test_a_captured_model_without_memory() -> None:
-    """Only a state can fill it: what a graph is cut from knows no initialization."""
-
     class Again(NetBase):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.embed(x)

@@ -93,7 +93,7 @@ def materialize(
             if tensor.is_meta and name in after:
                 own.setdefault(id(tensor), []).append(after[name])
     if places:
-        blank = {id(t): version_of(local_part(t)) for tensors in own.values() for t in tensors}
+        blank = {id(real): version_of(local_part(real)) for real in real_of.values()}
         with _substituted(places, own, device, keeps_first=_keeps_first(roots, init_fn)) as new:
             _initialize(roots, init_fn, new)
         for first, *others in own.values():
