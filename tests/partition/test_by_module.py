@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import pickle
 import re
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import PartitionError, Pipeline, split_args_kwargs_into_chunks
+from penstock.partition.forward import module_stage
 from penstock.partition.forward.by_module import NotByModule, split_by_module
+from penstock.partition.forward.forward_trace import ForwardTracer
+from penstock.runtime.comm.loopback import LoopbackTransport
 from penstock.testing.compare import assert_same, plain_step, snapshot
 from tests.agreement import ROUNDING
 from tests.partition.odd_models import (
@@ -98,6 +103,73 @@ def test_evaluation_in_inference_mode(name: str) -> None:
         loss = pipe.step(**given)
         torch.testing.assert_close(loss, plain_step(plain, square, n_microbatches=3, **given).loss)
         assert_same(snapshot(pipe), snapshot(plain), tolerance=tolerance)
+
+
+class Annealed(NetBase):
+    """Plain arguments, which every stage uses."""
+
+    def forward(self, x: Tensor, scale: float, use_cache: bool, depth: int = 4) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks[:depth]:
+            x = block(x) * scale
+        return self.head(x) + (1.0 if use_cache else scale)
+
+
+def test_plain_arguments_leave_steps_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No metadata is sent again, and no trace made, for values as before and for other floats."""
+    model = Annealed()
+    plain = copy.deepcopy(model)
+    pipe = Pipeline(
+        model, loss_fn=square, split=["blocks.1", "blocks.3", "head"], ranks=4, n_microbatches=3
+    )
+    sent, traces = Mock(), Mock()
+    monkeypatch.setattr(LoopbackTransport, "send_metadata", count(sent, "send_metadata"))
+    monkeypatch.setattr(ForwardTracer, "run", count(traces, "run", ForwardTracer))
+    for step in range(6):
+        given = {"x": batch("Annealed", 6, step)["x"], "use_cache": step == 5}
+        sent.reset_mock()
+        traces.reset_mock()
+        loss = pipe.step(scale=0.5 + step / 7, **given)
+        expected = plain_step(plain, square, n_microbatches=3, scale=0.5 + step / 7, **given)
+        torch.testing.assert_close(loss, expected.loss)
+        assert_same(snapshot(pipe), snapshot(plain), tolerance=ROUNDING)
+        is_new = step in (0, 5)
+        assert (sent.call_count > 0, traces.call_count) == (is_new, is_new)
+    with torch.no_grad():
+        out = pipe.eval(scale=math.pi, **given)
+        torch.testing.assert_close(out, plain(scale=math.pi, **given))
+    # Other arguments choose among traces, of which no more are kept than there is room for.
+    monkeypatch.setattr(module_stage, "MAX_PLANS", 2)
+    for depth in (1, 2, 3, 4, 1):
+        loss = pipe.step(scale=0.5, depth=depth, **given)
+        expected = plain_step(plain, square, n_microbatches=3, scale=0.5, depth=depth, **given)
+        torch.testing.assert_close(loss, expected.loss)
+    assert all(len(stage.submod._plans) <= 2 for stage in pipe.stages)
+
+
+def count(calls: Mock, name: str, cls: Any = LoopbackTransport) -> Any:
+    """A method of a class that also calls ``calls``."""
+    method = getattr(cls, name)
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls()
+        return method(self, *args, **kwargs)
+
+    return counted
+
+
+def test_a_float_that_chooses_modules_is_an_error() -> None:
+    class Choosing(NetBase):
+        def forward(self, x: Tensor, scale: float) -> Tensor:
+            x = self.embed(x)
+            for block in self.blocks if scale < 1 else self.blocks[:2]:
+                x = block(x)
+            return self.head(x)
+
+    pipe = Pipeline(Choosing(), loss_fn=square, split=["blocks.1"], ranks=2, n_microbatches=2)
+    pipe.step(batch("Choosing")["x"], 0.5)
+    with pytest.raises(PartitionError, match=r"nor on floats.*an int, a bool or a str may choose"):
+        pipe.step(batch("Choosing")["x"], 1.0)
 
 
 def test_without_an_example_the_first_batch_is_one() -> None:

@@ -43,6 +43,8 @@ def test_an_id_is_of_shapes_values_and_conditions() -> None:
 
     same = number(x, 2)
     assert same == number(x + 1, 2, step=1)
+    # Floats may change at every step.
+    assert number(x, 2.0) == number(x, 3.0)
     others = [number(x, 3), number(x, 2.0), number(x, True), number(one, 2), number(x.int(), 2)]
     others += [number(x, 2, conditions=(8,)), number(x, None), number(x)]
     assert len({same, *others}) == 1 + len(others)

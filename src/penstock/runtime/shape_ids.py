@@ -1,9 +1,9 @@
 """Ids of input shapes, by which stage runners cache boundary metadata.
 
 The first stage's rank computes an id per microbatch, a digest of the inputs' shapes and plain
-values (objects of other types get a new id each step) and of all ranks' *run conditions*: autocast,
-the modules' classes (which sharding changes) and training mode, which parameters require grad, in
-which dtype, and keyword arguments on other ranks.
+values but floats (objects of other types get a new id each step) and of all ranks' *run
+conditions*: autocast, the modules' classes (which sharding changes) and training mode, which
+parameters require grad, in which dtype, and keyword arguments on other ranks.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any], step: int) -> tuple[A
         if isinstance(leaf, Tensor):
             parts += (leaf.shape, leaf.dtype)
         else:
-            # An object of another type may be mutated and still be the same object.
-            parts += (type(leaf), leaf if is_plain(leaf) else step)
+            # Floats change often, and shapes seldom with them. An object of another type may be
+            # mutated and still be the same object.
+            value = None if isinstance(leaf, float) else leaf
+            parts += (type(leaf), value if is_plain(leaf) else step)
     return tuple(parts)

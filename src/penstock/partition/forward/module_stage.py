@@ -47,6 +47,8 @@ from penstock.stage.rng import random_state, set_random_state
 __all__ = ["ModuleStage"]
 
 Values: TypeAlias = dict[ValueRef, Tensor]
+# After so many plans, of as many shapes of inputs, a stage forgets them all.
+MAX_PLANS = 256
 
 
 class ModuleStage(nn.Module):
@@ -88,22 +90,29 @@ class ModuleStage(nn.Module):
         PartitionError where the forward differs from its trace.
         """
         values: Values
+        inputs: dict[int, Any]
         if self._handler.index == 0:
             key = self._key(args, kwargs)
             if key not in self._plans:
                 assert self._make_plan is not None
                 self.prepare(args, kwargs, self._make_plan(args, kwargs, self.training))
             plan, leaves = self._plans[key], flatten((args, kwargs))[0]
-            inputs = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+            inputs = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor | float)}
             values = {r: inputs[r.leaf] for r in plan.sent_refs if r.kind is ValueKind.INPUT}
+            given = [inputs[i] for i in plan.floats]
+            floats = [torch.tensor(given, dtype=torch.float64, device=self._handler.device)]
         else:
             key, tensors = args
             if key not in self._plans:
-                self._plans[key] = _StagePlan(ForwardPlan.decode(key), self._handler)
+                self._cache(key, ForwardPlan.decode(key))
             plan = self._plans[key]
-            pairs = zip(plan.received_refs, tensors, strict=True)
+            num_values = len(plan.received_refs)
+            pairs = zip(plan.received_refs, tensors[:num_values], strict=True)
             values = {ref: plan.restored(ref, value) for ref, value in pairs}
             inputs = {r.leaf: value for r, value in values.items() if r.kind is ValueKind.INPUT}
+            floats = tensors[num_values:]
+            for each in floats:
+                inputs |= zip(plan.floats, each.tolist(), strict=True)
         args, kwargs = plan.arguments(inputs)
         self._tree.sync_modules()
         params = {r.name: value for r, value in values.items() if r.kind is ValueKind.PARAMETER}
@@ -114,7 +123,8 @@ class ModuleStage(nn.Module):
                 if ref not in values and ref.kind is ValueKind.PARAMETER:
                     own = self._tree.own_tensor(ref.name)
                     values[ref] = own.view_as(own) if torch.is_grad_enabled() else own.detach()
-            return plan.encoded, tuple(values[ref] for ref in plan.sent_refs)
+            sent = (values[ref] for ref in plan.sent_refs)
+            return plan.encoded, (*sent, *floats) if plan.floats else tuple(sent)
         missing = refs_of(flatten(output)[0])
         if missing:
             raise PartitionError(
@@ -132,12 +142,19 @@ class ModuleStage(nn.Module):
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: ForwardPlan) -> None:
         """Cache the plan for inputs of these shapes."""
-        self._plans[self._key(args, kwargs)] = _StagePlan(plan, self._handler)
+        self._cache(self._key(args, kwargs), plan)
+
+    def _cache(self, key: Any, plan: ForwardPlan) -> None:
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+        self._plans[key] = _StagePlan(plan, self._handler)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         leaves, tree = flatten((args, kwargs))
         marks = [
-            (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+            (leaf.shape, leaf.dtype)
+            if isinstance(leaf, Tensor)
+            else (type(leaf), None if isinstance(leaf, float) else leaf)
             for leaf in leaves
         ]
         return (tree, self.training, autocast_state(self._handler.device), *marks)
@@ -148,6 +165,8 @@ class _StagePlan:
 
     Attributes:
         encoded: the plan of all stages, with the dtypes of the calls so far, as it is sent.
+        floats: the indices of the floats among the model's arguments. They may change at any step,
+            so that they cross with the tensors, as one more.
         trace, calls, stages: of that plan.
         is_last: True on the last stage.
         received_refs, sent_refs: the values that arrive, and that are sent on.
@@ -161,6 +180,8 @@ class _StagePlan:
         ends = {stage: i + 1 for i, stage in enumerate(plan.stages)}
         self._plan, self.encoded, self.stages = plan, plan.encode(), plan.stages
         self.trace, self.calls = plan.trace, list(plan.trace.calls)
+        given = enumerate(plan.trace.inputs.leaves)
+        self.floats = tuple(i for i, leaf in given if isinstance(leaf, float))
         self.is_last = index == len(plan.boundary_values)
         self.received_refs = plan.boundary_values[index - 1] if index else ()
         self.sent_refs = () if self.is_last else plan.boundary_values[index]
@@ -169,8 +190,8 @@ class _StagePlan:
         self.rerun_until = max((ends.get(i, 0) for i in range(index)), default=-1)
         self._outputs: dict[tuple[int, bool], list[Any]] = {}
 
-    def arguments(self, inputs: Mapping[int, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The model's arguments, with placeholders for those that are not among ``inputs``."""
+    def arguments(self, inputs: Mapping[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The model's arguments, with placeholders for tensors that are not among ``inputs``."""
         leaves: list[Any] = list(self.trace.inputs.leaves)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, TensorMeta) and i in inputs:
@@ -178,6 +199,8 @@ class _StagePlan:
             elif isinstance(leaf, TensorMeta):
                 ref = ValueRef(ValueKind.INPUT, 0, i, f"number {i}")
                 leaves[i] = make_placeholder(leaf, self._device, ref)
+            elif i in inputs:
+                leaves[i] = inputs[i]
         ((args, kwargs),) = unflatten(self.trace.inputs.tree, leaves)
         return args, kwargs
 
@@ -320,7 +343,8 @@ class _StageCallHandler:
     def _differs(self, text: str) -> PartitionError:
         return self._error(
             f"{text}; stages run by the model's trace: which modules it calls, and what these "
-            "take, return, write and keep, may not depend on values"
+            "take, return, write and keep, may not depend on values, nor on floats, which may "
+            "change at any step (an int, a bool or a str may choose)"
         )
 
     def _expected(self, plan: _StagePlan, leaf: str) -> LeafCall:
