@@ -492,3 +492,30 @@ def test_stages_with_names_in_common_have_no_common_state() -> None:
     with pytest.raises(PartitionError, match="names"):
         pipe.load_state_dict({"0.weight": torch.ones(DIM, DIM), "0.bias": torch.ones(DIM)})
     assert len(list(pipe.parameters())) == 4
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.1), nn.BatchNorm1d(DIM)])
+def test_an_evaluation_in_training_mode_is_remarked_once(
+    layer: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = [*mlp(3), layer]
+    pipe = Pipeline(model, split=[2, 2], ranks=2, schedule="forward-only", n_microbatches=2)
+    x = torch.ones(4, DIM)
+    pipe.train(False).eval(x)
+    assert not caplog.messages
+    pipe.train()
+    for _ in range(2):
+        pipe.eval(x)
+    (message,) = caplog.messages
+    assert f"({type(layer).__name__}) in training mode; call pipe.train(False) before" in message
+
+
+def test_modules_that_compute_alike_in_both_modes_need_no_remark(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    still = [nn.Dropout(0.0), nn.Dropout().eval(), nn.BatchNorm1d(DIM, track_running_stats=False)]
+    pipe = Pipeline(
+        [*mlp(1), *still], split=[2, 2], ranks=2, schedule="forward-only", n_microbatches=2
+    )
+    pipe.eval(torch.ones(4, DIM))
+    assert not caplog.messages

@@ -28,6 +28,7 @@ from penstock.runtime.schedules import ScheduleProgram
 from penstock.runtime.step import is_placed, moved
 from penstock.schedule.messages import numbers_of
 from penstock.schedule.program import Program
+from penstock.stage.wrappers import plain_name
 from penstock.trace import Trace
 from penstock.training.model_state import ModelState
 
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline"]
 
 _log = logging.getLogger(__name__)
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 
 
 class Pipeline(ModelState):
@@ -150,6 +155,7 @@ class Pipeline(ModelState):
         self._schedule.engine.layout = made.layout
         if made.shared_buffers is not None:
             self._schedule.engine.shared_buffers = made.shared_buffers
+        self._has_remarked_on_mode = False
         if self.program.num_microbatches == 1 < self.num_ranks and self.rank == 0:
             _log.warning(
                 "n_microbatches=1: %d ranks take turns, one computes while the others wait; pass "
@@ -208,7 +214,8 @@ class Pipeline(ModelState):
     @folds_tracebacks
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Run the forward without a graph, also under ``torch.inference_mode``. Arguments are
-        those of ``step``.
+        those of ``step``. Modules run in their own mode: ``pipe.train(False)`` before switches
+        dropout and the tracking of running statistics off, ``pipe.train()`` after on again.
 
         Returns:
             The model's output for the whole batch on the rank of the last stage; None on other
@@ -217,8 +224,27 @@ class Pipeline(ModelState):
         Raises:
             ValueError: the outputs can't be merged; ``losses`` is set nevertheless.
         """
+        if not self._has_remarked_on_mode:
+            self._remark_on_mode()
         args, kwargs = self._moved(args, kwargs | {"target": target})
         return self._schedule.eval(*args, **kwargs)
+
+    def _remark_on_mode(self) -> None:
+        """Log, once, that an evaluation meets dropout or running statistics in training mode."""
+        for stage in self.stages:
+            for name, module in stage.submod.named_modules() if stage.submod.training else ():
+                is_dropping = isinstance(module, _DROPOUTS) and module.p > 0
+                if module.training and (
+                    is_dropping or getattr(module, "running_mean", None) is not None
+                ):
+                    self._has_remarked_on_mode = True
+                    _log.warning(
+                        "eval() runs %s (%s) in training mode; call pipe.train(False) before, and "
+                        "pipe.train() after",
+                        plain_name(stage.submod, name),
+                        type(module).__name__,
+                    )
+                    return
 
     def _moved(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -304,7 +330,8 @@ class Pipeline(ModelState):
     # --- the model's state -------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Pipeline:
-        """Set the modules' training mode; ``eval`` runs the model and sets no mode."""
+        """Set the modules' training mode, as ``nn.Module.train`` does; ``eval`` runs the model and
+        sets no mode: ``pipe.train(False)`` is a module's ``eval()``."""
         for stage in self.stages:
             stage.submod.train(mode)
         return self
