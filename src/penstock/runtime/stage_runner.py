@@ -366,7 +366,7 @@ class StageRunner:
         grads: Sequence[Tensor | None] = state.received_grads
         state.received_grads = None
         if self._dual_streams is not None:
-            self._dual_streams.keep_alive(grads)
+            state.held = [*state.held, *grads]  # deferred weight gradients may use them
         if state.sequence is not None:
             grads = [*grads, *state.sequence.grads()]
             state.sequence = None
