@@ -111,6 +111,7 @@ class _Measured:
         costs, num = costs_of(stages), len(stages)
         names = ("forward", "input_grad", "weight_grad")
         times = list(zip(*(costs.per_stage(name, num_stages=num) for name in names), strict=True))
+        held = list(costs.per_stage("activation_bytes", num_stages=num))
         if program is not None:
             split = {a.stage for a in program.actions() if a.op is Op.WEIGHT_GRAD}
             for i, blocks in enumerate(stages):
@@ -120,11 +121,16 @@ class _Measured:
                 elif i in program.placement.entries:  # W runs the whole backward
                     times[i] = forward, 0.0, backward
                 else:
+                    held[i] = sum(float(block.weight_grad_bytes) for block in blocks)
                     deferral = sum(block.deferral_s for block in blocks)
                     times[i] = forward + deferral, *times[i][1:]
         ops = ([f + self.runtime_s for f, _, _ in times], [i + self.runtime_s for _, i, _ in times])
         costs = replace(
-            costs, forward=ops[0], input_grad=ops[1], weight_grad=[w for *_, w in times]
+            costs,
+            forward=ops[0],
+            input_grad=ops[1],
+            weight_grad=[w for *_, w in times],
+            weight_grad_bytes=held,
         )
         if self.link is None:
             return costs

@@ -349,6 +349,14 @@ def test_temporary_tensors_are_counted_in_both_directions() -> None:
     assert max(block.activation_bytes for block in measured.blocks) < 1 << 10
 
 
+def test_weight_gradients_hold_less_than_their_activation() -> None:
+    """A weight's gradient needs its input, which is the batch, and the gradient of its output."""
+    layers = [nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Tanh(), nn.Tanh()), nn.Tanh()]
+    first, last = profile(layers, torch.ones(64, DIM), runs=1).blocks
+    assert first.weight_grad_bytes == 64 * DIM * 4 < first.activation_bytes
+    assert last.weight_grad_bytes == 0 < last.activation_bytes
+
+
 # --- no trace ----------------------------------------------------------------------------------
 
 

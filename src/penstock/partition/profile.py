@@ -35,7 +35,7 @@ from penstock.partition.profiled_model import (
     ProfileRun,
     Sent,
     Times,
-    measure_temporaries,
+    measure_memory,
     measure_times,
     run_profiled,
     sent_of,
@@ -98,7 +98,7 @@ def profile(
     profiled = ProfiledModel(model, leaves, example, loss_fn)
     snapshot = ModuleSnapshot(model)
     try:
-        run, medians, temporaries = _measure(
+        run, medians, memory = _measure(
             profiled, runs, progress or (lambda done, total, what: None)
         )
     finally:
@@ -109,7 +109,7 @@ def profile(
     loose = [name for name, param in model.named_parameters() if id(param) not in held]
     return Profile(
         blocks=tuple(
-            _costs_of(block, () if i else loose, run, medians, temporaries, sent[i])
+            _costs_of(block, () if i else loose, run, medians, memory, sent[i])
             for i, block in enumerate(blocks)
         ),
         model=name,
@@ -120,9 +120,9 @@ def profile(
 
 def _measure(
     profiled: ProfiledModel, runs: int, report: OnProgress
-) -> tuple[ProfileRun, list[Times], tuple[int, ...]]:
-    """One run without timing; the medians of ``measure_times`` over runs after a warm-up; and the
-    bytes of temporary tensors."""
+) -> tuple[ProfileRun, list[Times], tuple[tuple[int, ...], tuple[int, ...]]]:
+    """One run without timing; the medians of ``measure_times`` over runs after a warm-up; and
+    ``measure_memory``."""
     report(0, runs + 2, "which blocks run when")
     with preserve_rng_state(profiled.device), torch.enable_grad():
         run = profiled.on_own_state(lambda: run_profiled(profiled))
@@ -133,12 +133,12 @@ def _measure(
         with preserve_rng_state(profiled.device), torch.enable_grad():
             measured.append(profiled.on_own_state(lambda: measure_times(profiled, run)))
     with preserve_rng_state(profiled.device), torch.enable_grad():
-        temporaries = profiled.on_own_state(lambda: measure_temporaries(profiled))
+        memory = profiled.on_own_state(lambda: measure_memory(profiled, run))
     del above
     report(runs + 2, runs + 2, "done")
     by_op = zip(*measured[1:], strict=True)
     medians = [tuple(map(statistics.median, zip(*each, strict=True))) for each in by_op]
-    return run, medians, temporaries
+    return run, medians, memory
 
 
 def _hold_memory(profiled: ProfiledModel) -> object:
@@ -188,7 +188,7 @@ def _costs_of(
     loose: Sequence[str],
     run: ProfileRun,
     medians: Sequence[Times],
-    temporaries: Sequence[int],
+    memory: Sequence[Sequence[int]],
     sent: Sent,
 ) -> BlockCosts:
     names = [leaf.name for leaf in block.leaves]
@@ -207,7 +207,8 @@ def _costs_of(
         backward_s=backward_s,
         deferral_s=max(0.0, deferring_s - forward_s),
         activation_bytes=sum(run.kept_bytes[i] for i in segments),
-        temporary_bytes=max(temporaries[i] for i in segments),
+        temporary_bytes=max(memory[0][i] for i in segments),
+        weight_grad_bytes=sum(memory[1][i] for i in segments),
         parameters=sum(p.numel() for p in params),
         parameter_bytes=sum(param.nbytes for param in params),
         sent_bytes=sent[0],

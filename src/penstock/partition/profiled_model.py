@@ -49,7 +49,7 @@ from penstock.stage.weight_grad.accumulate import accumulate
 
 __all__ = [
     "Chained", "ObservedPass", "ProfileRun", "ProfiledModel", "Sent", "Times",
-    "measure_temporaries", "measure_times", "run_profiled", "sent_of",
+    "measure_memory", "measure_times", "run_profiled", "sent_of",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -395,25 +395,40 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self.laps) - 1.0
 
 
-def measure_temporaries(profiled: ProfiledModel) -> tuple[int, ...]:
-    """The bytes that each segment's F or B holds at most beyond its activation, within
-    ``on_own_state``; 0 for compiled models, whose operations are not seen."""
+def measure_memory(
+    profiled: ProfiledModel, run: ProfileRun
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """By segment, within ``on_own_state``, the most bytes that F or B holds beyond the activation,
+    and those held from I to W: none, and all, for compiled models, whose operations are not seen.
+    """
     state, params = profiled.state.values(), profiled.parameters
     grads = [param.grad for param in params if param.grad is not None]
     counted = _LiveBytes([*state, *grads, *tensors_of((profiled.args, profiled.kwargs))])
     observed = ObservedPass(profiled, clock=counted.lap)
     if compiled_parts(profiled.model):
-        return (0,) * len(profiled.leaves)
+        return (0,) * len(run.order), run.kept_bytes
     most: dict[int, int] = {}
-    for run, holds_after in ((observed.forward, True), (observed.backward, False)):
+    for go, holds_after in ((observed.forward, True), (observed.backward, False)):
         with counted:
-            run()
+            go()
         for segment, begin, end in observed.spans:
             laps = counted.laps[int(begin) : int(end) + 1]
             held = laps[-1 if holds_after else 0][0]
             peak = max(peak for _, peak in laps[1:])
             most[segment] = max(most.get(segment, 0), peak - held)
-    return tuple(most.get(i, 0) for i in range(len(observed.order)))
+    temporaries = tuple(most.get(i, 0) for i in range(len(observed.order)))
+    if run.undeferred is None:
+        return temporaries, run.kept_bytes
+    work = DeferredGrads(run.undeferred, ())
+    observed = ObservedPass(profiled, clock=counted.lap)
+    held_to_w = [0] * len(run.order)
+    for go in (observed.forward, observed.backward):
+        with counted, work:
+            go()
+        for segment, begin, end in observed.spans:
+            held_to_w[segment] += counted.laps[int(end)][0] - counted.laps[int(begin)][0]
+    work.accumulate()
+    return temporaries, tuple(max(0, held) for held in held_to_w)
 
 
 def measure_times(profiled: ProfiledModel, run: ProfileRun) -> tuple[Times, ...]:

@@ -37,7 +37,7 @@ LEAST_SAMPLE = 3
 TEXTS = ("model", "machine", "example")
 NUMBERS = (
     "forward_s", "input_grad_s", "weight_grad_s", "backward_s", "deferral_s", "activation_bytes",
-    "temporary_bytes", "parameters", "parameter_bytes", "sent_bytes",
+    "temporary_bytes", "weight_grad_bytes", "parameters", "parameter_bytes", "sent_bytes",
 )  # fmt: skip
 
 
@@ -75,6 +75,7 @@ class BlockCosts:
         deferral_s: the time that a forward F takes longer where its backward is split.
         activation_bytes: the bytes that autograd saves per microbatch from F to the backward.
         temporary_bytes: the most bytes that its forward or backward holds beyond its activation.
+        weight_grad_bytes: the bytes held per microbatch from I to W.
         parameters: the number of elements in its parameters; shared parameters count in every
             block.
         parameter_bytes: the bytes of its parameters.
@@ -99,6 +100,7 @@ class BlockCosts:
     deferral_s: float = 0.0
     activation_bytes: int = 0
     temporary_bytes: int = 0
+    weight_grad_bytes: int = 0
     parameters: int = 0
     parameter_bytes: int = 0
     sent_bytes: int = 0
