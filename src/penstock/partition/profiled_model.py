@@ -428,6 +428,10 @@ def measure_memory(
         for segment, begin, end in observed.spans:
             held_to_w[segment] += counted.laps[int(end)][0] - counted.laps[int(begin)][0]
     work.accumulate()
+    for i, (size, _) in enumerate(run.outputs[:-1]):
+        # The gradient between two segments was made in the later one, and freed in the earlier.
+        held_to_w[i] += size
+        held_to_w[i + 1] -= size
     return temporaries, tuple(max(0, held) for held in held_to_w)
 
 
