@@ -158,6 +158,24 @@ def count(calls: Mock, name: str, cls: Any = LoopbackTransport) -> Any:
     return counted
 
 
+def test_an_argument_that_the_first_stage_lacks_is_an_error() -> None:
+    """A later stage's rank passes it alone; what is None, or positional on the first, is not it."""
+
+    class Shifted(NetBase):
+        def forward(self, x: Tensor, shift: Any = None, other: Any = None) -> Tensor:
+            x = super().forward(x)
+            return x if shift is None else x + shift
+
+    first, second = split_by_module(Shifted(), ["blocks.2"]).stages
+    x = batch("Shifted")["x"]
+    sent = first(x)
+    assert torch.equal(second(*sent), second(*sent, x=x, shift=None))
+    with pytest.raises(PartitionError, match="argument shift is passed here, but not on the rank"):
+        second(*sent, x=x, shift=1)
+    sent = first(x, 1)
+    assert torch.equal(second(*sent), second(*sent, shift=1))
+
+
 def test_a_float_that_chooses_modules_is_an_error() -> None:
     class Choosing(NetBase):
         def forward(self, x: Tensor, scale: float) -> Tensor:

@@ -15,6 +15,7 @@ end            ├────────────────────�
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -113,7 +114,9 @@ class ModuleStage(nn.Module):
             floats = tensors[num_values:]
             for each in floats:
                 inputs |= zip(plan.floats, each.tolist(), strict=True)
-        args, kwargs = plan.arguments(inputs)
+        beside, (args, kwargs) = kwargs, plan.arguments(inputs)
+        if any(beside[name] is not None for name in beside.keys() - kwargs.keys()):
+            self._refuse_unplanned(beside, args, kwargs)
         self._tree.sync_modules()
         params = {r.name: value for r, value in values.items() if r.kind is ValueKind.PARAMETER}
         with self._tree.substituted(params):
@@ -132,6 +135,18 @@ class ModuleStage(nn.Module):
                 "needed in its trace; what it computes with may not depend on values"
             )
         return output
+
+    def _refuse_unplanned(
+        self, beside: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Refuse keyword arguments of this rank that the first stage's trace was made without."""
+        bound = inspect.signature(type(self._tree.root).forward).bind_partial(None, *args, **kwargs)
+        for name in beside.keys() - kwargs.keys() - bound.arguments.keys():
+            if beside[name] is not None:
+                raise PartitionError(
+                    f"stage {self._handler.index}: the argument {name} is passed here, but not on "
+                    "the rank of the first stage, where the model is traced; pass it there too"
+                )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse copying and pickling: the tree that runs reports to this stage alone."""
