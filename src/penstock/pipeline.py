@@ -26,8 +26,8 @@ from penstock.runtime.comm.process_group import chosen_device, process_group
 from penstock.runtime.config import PipelineSpec
 from penstock.runtime.schedules import ScheduleProgram
 from penstock.runtime.step import is_placed, moved
-from penstock.schedule.messages import numbers_of
 from penstock.schedule.program import Program
+from penstock.schedule.wording import numbers_of
 from penstock.stage.wrappers import plain_name
 from penstock.trace import Trace
 from penstock.training.model_state import ModelState

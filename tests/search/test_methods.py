@@ -18,7 +18,8 @@ from penstock.schedule.text import format_csv, parse_csv
 from penstock.schedule.workload import schedule_by_priority
 from penstock.search.engine import overlapped
 from penstock.search.exact import improve
-from penstock.search.list_schedule import (
+from penstock.search.local_search import ExchangedOrder, anneal
+from penstock.search.patterns import (
     PatternParams,
     PatternSearch,
     few_microbatches,
@@ -26,7 +27,6 @@ from penstock.search.list_schedule import (
     lay_pattern,
     run_pattern,
 )
-from penstock.search.local_search import ExchangedOrder, anneal
 from penstock.search.problem import Objective, SearchProblem, TimedOrder
 from tests.readiness import prerequisites
 from tests.search.problems import LATE_COSTS, problem_of, problems

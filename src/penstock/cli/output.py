@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from penstock.schedule.messages import number_of
+from penstock.schedule.wording import number_of
 from penstock.simulate.memory import exceeds
 from penstock.simulate.simulation import Simulation
 

@@ -23,12 +23,12 @@ from penstock.errors import ScheduleError
 from penstock.schedule.check import Channels
 from penstock.schedule.check import check as check_program
 from penstock.schedule.family import Family
-from penstock.schedule.messages import number_of, numbers_of
 from penstock.schedule.passes import lower
 from penstock.schedule.program import Program
 from penstock.schedule.registry import family
 from penstock.schedule.registry import schedules as families
 from penstock.schedule.rules import COMPUTE
+from penstock.schedule.wording import number_of, numbers_of
 from penstock.simulate.costs import Costs, costs_divisor, per_stage_costs
 from penstock.simulate.simulation import Simulation
 from penstock.trace import Trace

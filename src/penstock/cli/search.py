@@ -12,8 +12,8 @@ import typer
 from penstock.cli import output as out
 from penstock.cli.render import refuse_suffix, write_drawing
 from penstock.cli.settings import Settings, option, with_options
-from penstock.schedule.messages import number_of
 from penstock.schedule.text import save_csv, to_json
+from penstock.schedule.wording import number_of
 
 if TYPE_CHECKING:
     from penstock.search.result import Progress, SearchResult

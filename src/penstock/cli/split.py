@@ -21,9 +21,9 @@ from penstock.errors import PartitionError, PenstockError
 from penstock.partition.balance.costs import Profile, SplitObjective, repeat_layers
 from penstock.partition.balance.layout import Layout
 from penstock.partition.plan import Plan, runs_of_names, toml_path
-from penstock.schedule.messages import numbers_of
 from penstock.schedule.program import Program
 from penstock.schedule.registry import choose_program
+from penstock.schedule.wording import numbers_of
 from penstock.simulate.memory import StageMemory, peaks
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from penstock.cause import (
     store_of,
 )
 from penstock.errors import PeerError, PenstockError, Where
-from penstock.schedule.messages import runs_of
+from penstock.schedule.wording import runs_of
 
 __all__ = [
     "BackgroundCall",

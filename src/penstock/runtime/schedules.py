@@ -19,10 +19,10 @@ from penstock.runtime.config import LossFn
 from penstock.runtime.overlap import PairFunction
 from penstock.runtime.pipeline_schedule import PipelineSchedule, group_of
 from penstock.schedule.action import Overlap, Step
-from penstock.schedule.messages import number_of
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.registry import family
 from penstock.schedule.text import load_csv, save_csv
+from penstock.schedule.wording import number_of
 
 __all__ = ["PipelineScheduleMulti", "PipelineScheduleRuntime", "PipelineScheduleSingle"]
 __all__ += ["Schedule1F1B", "ScheduleChimera", "ScheduleDualPipe", "ScheduleDualPipeV"]

@@ -31,7 +31,6 @@ from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Action, Op, Step, action
 from penstock.schedule.channels import TWO_WAY, Channels, blocking_replay, message_orders
 from penstock.schedule.index import IndexedProgram, faults, index_program
-from penstock.schedule.messages import Problem, number_of
 from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
 from penstock.schedule.replay import DependencyReplay
 from penstock.schedule.rules import (
@@ -43,6 +42,7 @@ from penstock.schedule.rules import (
     TRANSFERS,
     WEIGHT_GRADS,
 )
+from penstock.schedule.wording import Problem, number_of
 
 __all__ = ["TWO_WAY", "Channels", "Problem", "check", "global_order", "last_steps", "problems"]
 

@@ -11,8 +11,8 @@ from enum import Enum
 from math import prod
 
 from penstock.errors import ScheduleError
-from penstock.schedule.messages import is_count
 from penstock.schedule.program import Program
+from penstock.schedule.wording import is_count
 
 __all__ = ["Arrangement", "Family", "parse_options", "refuse_option", "refuse_sizes"]
 

@@ -17,7 +17,6 @@ from typing import NamedTuple, TypeAlias, cast
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Action, Op, Overlap, Step, action
-from penstock.schedule.messages import Problem, runs_of
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.rules import (
@@ -32,6 +31,7 @@ from penstock.schedule.rules import (
     next_chunk,
     required,
 )
+from penstock.schedule.wording import Problem, runs_of
 
 __all__ = ["IndexedProgram", "Offsets", "Transfer", "faults", "index_program"]
 

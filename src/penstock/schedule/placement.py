@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from operator import index
 
 from penstock.errors import ScheduleError
-from penstock.schedule.messages import number_of
+from penstock.schedule.wording import number_of
 
 __all__ = ["Placement", "bidirectional", "linear", "looped", "v_shape", "wave"]
 

@@ -8,9 +8,9 @@ from importlib import import_module
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, Overlap, Step
-from penstock.schedule.messages import numbers_of
 from penstock.schedule.placement import Placement
 from penstock.schedule.rules import BACKWARDS, SENDS
+from penstock.schedule.wording import numbers_of
 
 __all__ = ["Program", "CheckedProgram", "refuse_no_program", "refuse_present"]
 

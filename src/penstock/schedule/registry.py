@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.family import Arrangement, Family, refuse_sizes
-from penstock.schedule.messages import number_of, numbers_of
 from penstock.schedule.program import Program
+from penstock.schedule.wording import number_of, numbers_of
 
 __all__ = [
     "DEFAULT_MICROBATCHES",

@@ -21,10 +21,10 @@ from typing import Any
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Action, Op, Overlap, Step, action
-from penstock.schedule.messages import is_count, number_of, runs_of
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rules import COMPUTE, WHOLE_STAGE
+from penstock.schedule.wording import is_count, number_of, runs_of
 
 __all__ = [
     "format_csv",

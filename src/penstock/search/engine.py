@@ -28,17 +28,17 @@ from penstock.schedule.registry import schedules
 from penstock.schedule.rules import COMPUTE, INPUT_GRADS
 from penstock.schedule.workload import schedule_by_priority
 from penstock.search.exact import improve
-from penstock.search.list_schedule import (
-    PatternParams,
-    PatternSearch,
-    run_pattern,
-)
 from penstock.search.local_search import anneal
 from penstock.search.memory_reduction import (
     can_offload,
     least_reduced,
     reduce_memory,
     refuse_infeasible,
+)
+from penstock.search.patterns import (
+    PatternParams,
+    PatternSearch,
+    run_pattern,
 )
 from penstock.search.problem import Objective, Order, SearchProblem, problems_of
 from penstock.search.result import Progress, SearchResult

@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
-from penstock.schedule.messages import number_of
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family
+from penstock.schedule.wording import number_of
 
 __all__ = ["Cost", "Costs", "MessageCost", "PerEdge", "as_number", "build_for", "costs_divisor"]
 __all__ += ["per_stage_costs"]

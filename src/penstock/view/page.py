@@ -16,8 +16,8 @@ from bokeh.embed import file_html
 from bokeh.resources import INLINE
 
 from penstock.schedule.action import Op
-from penstock.schedule.messages import numbers_of
 from penstock.schedule.rules import COMPUTE
+from penstock.schedule.wording import numbers_of
 from penstock.simulate.measured import Difference, compare_traces
 from penstock.simulate.memory import exceeds
 from penstock.simulate.simulation import Simulation

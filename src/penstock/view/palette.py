@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from penstock.schedule.action import Op
-from penstock.schedule.messages import numbers_of
 from penstock.schedule.program import Program
+from penstock.schedule.wording import numbers_of
 from penstock.trace import Trace
 
 __all__ = [

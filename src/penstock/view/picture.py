@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.errors import PenstockError
-from penstock.schedule.messages import number_of
+from penstock.schedule.wording import number_of
 from penstock.trace import Trace
 from penstock.view.layout import Columns, Drawing, arrange, ops_drawn
 from penstock.view.palette import FRAME, LOOKS, time_text

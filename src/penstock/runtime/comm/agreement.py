@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.cause import as_error, cause_of, decode_failure, encode_failure
 from penstock.errors import ScheduleError, StageError, Where
 from penstock.runtime.comm.base import Transport
-from penstock.schedule.messages import runs_of
+from penstock.schedule.wording import runs_of
 
 __all__ = ["BatchFacts", "check_consistent", "check_same_layout", "digest", "exclusive_step"]
 __all__ += ["gather_batch_facts", "pack_header", "unpack_headers"]

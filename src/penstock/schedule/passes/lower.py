@@ -11,10 +11,10 @@ from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, Step, action
 from penstock.schedule.channels import TWO_WAY, Channels
 from penstock.schedule.check import last_steps
-from penstock.schedule.messages import is_count
 from penstock.schedule.passes.insert_transfers import insert_transfers
 from penstock.schedule.program import Program, refuse_no_program, refuse_present
 from penstock.schedule.rules import COMPUTE, INPUT_GRADS, SHARDING, TRANSFERS, WEIGHT_GRADS
+from penstock.schedule.wording import is_count
 
 __all__ = [
     "forward_only",
