@@ -91,6 +91,22 @@ def test_a_slider_changes_timeline_memory_figures_and_comparison(name: str) -> N
     assert f">{wanted.makespan:.0f}<" in page.comparison.text
 
 
+def test_a_move_is_drawn_before_the_comparison_even_where_that_has_begun() -> None:
+    """One tick draws the step; the programs to compare with are built at later ones."""
+    document = Document()
+    page = Playground(document)
+    settled(document)
+    compared = page.comparison.text
+    for microbatches in (9, 10):
+        page.microbatches.value = microbatches
+        document.session_callbacks[0].callback()
+        assert len(page.timeline.boxes.data["left"]) == 4 * 2 * microbatches
+        document.session_callbacks[0].callback()
+        assert page.comparison.text == compared
+    settled(document)
+    assert page.comparison.text != compared
+
+
 def test_an_exceeded_memory_limit_is_shown() -> None:
     document = Document()
     page = Playground(document)

@@ -90,8 +90,11 @@ class StepCauses:
         self._places: dict[Action, tuple[Span, int, int]] = {}
         for rank, ranks_steps in enumerate(steps):
             for index, spans in enumerate(ranks_steps):
-                for act, span in producers(spans).items():
-                    self._places.setdefault(act, (span, rank, index))
+                for span in spans:
+                    act, place = span.action, (span, rank, index)
+                    self._places.setdefault(act, place)
+                    for op in COVERS.get(act.op, ()):
+                        self._places.setdefault(action(act.stage, op, act.microbatch), place)
         self._transfers = any(act.op in _RECEIVES for act in self._places)
 
     def waited_for(self, act: Action) -> Span | None:
@@ -103,10 +106,10 @@ class StepCauses:
     def cause(self, span: Span) -> Span | None:
         """The span that delayed ``span``: a result that it needs, or the step before it on its
         rank; None if there is none."""
-        missing = self.waited_for(span.action)
-        if missing is not None:
-            return missing
         _, rank, index = self._places[span.action]
+        missing = self._missing(rank, index)
+        if missing is not None:
+            return self._places[missing][0]
         spans = self._steps[rank][index]
         if span in spans[1:]:
             return spans[spans.index(span) - 1]
@@ -177,9 +180,10 @@ class StepCauses:
 
     def _before(self, rank: int, index: int, ops: Container[Op] = _BLOCKING) -> int:
         """The index of the last step before one with an op of ``ops``; -1 if there is none."""
-        steps = self._steps[rank]
-        earlier = (i for i in reversed(range(index)) if steps[i][0].action.op in ops)
-        return next(earlier, -1)
+        steps, index = self._steps[rank], index - 1
+        while index >= 0 and steps[index][0].action.op not in ops:
+            index -= 1
+        return index
 
     def _free(self, rank: int, index: int) -> float:
         """The time at which a rank finished the previous step, and sent its results."""

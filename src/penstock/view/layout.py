@@ -114,11 +114,11 @@ def arrange(
     peaks = tuple(max((held for _, held in curve), default=0.0) for curve in curves)
     pair_of = trace.pair_of()
     pairs: defaultdict[tuple[int, Overlap], list[Span]] = defaultdict(list)
-    for span in spans:
+    for span in spans if pair_of else ():
         if span.action in pair_of:
             pairs[span.rank, pair_of[span.action]].append(span)
     end = axes.x(max((s.end for s in spans), default=origin))
-    boxes = _boxes(trace, spans, axes, causes.cause, set(path), pairs.values(), differences or {})
+    boxes = _boxes(trace, spans, axes, causes.cause, path, pairs.values(), differences or {})
     middle = (axes.top + _FOOT) / 2
     # All columns have equal length, so the last box of the path has a line to itself.
     lines = {
@@ -164,8 +164,10 @@ class _Axes:
 
 
 def _columns(names: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> Columns:
-    listed = list(rows)
-    return {name: [row[i] for row in listed] for i, name in enumerate(names)}
+    columns: Columns = {name: [] for name in names}
+    return columns | {
+        name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=False)
+    }
 
 
 def _boxes(
@@ -173,38 +175,46 @@ def _boxes(
     spans: Sequence[Span],
     axes: _Axes,
     cause_of: Callable[[Span], Span | None],
-    path: set[Span],
+    path: Iterable[Span],
     pairs: Iterable[Sequence[Span]],
     differences: dict[str, str],
 ) -> Iterator[tuple[Any, ...]]:
     """One row of ``_BOX_COLUMNS`` per span."""
-    colours = shades(trace)
-    inks = {colour: ink(colour) for colour in set(colours.values())}
-    pair_of = {span: pair for pair in pairs for span in pair}
+    # Spans are told apart by identity: to hash thousands of them by value would take longer than
+    # all else. Equal colours, heights and words are made once per rank, op and stage.
+    on_path = set(map(id, path))
+    pair_of = {id(span): pair for pair in pairs for span in pair}
+    looks = {
+        (rank, op, stage): (op in COMPUTE, colour, ink(colour), op.value[0], LOOKS[op].name)
+        for (rank, op, stage), colour in shades(trace).items()
+    }
+    heights = {(rank, op): axes.y(rank, op) for rank, op, _ in looks}
     # Per rank, the end of its last computation.
     free: dict[int, float] = {}
     for span in spans:
-        act, pair, part, waited = span.action, pair_of.get(span, ()), (0, 1), "nothing"
+        act, rank, waited, block = span.action, span.rank, "nothing", ""
         left, right, name = axes.x(span.start), axes.x(span.end), str(act)
-        fill = colours[span.rank, act.op, act.stage]
+        height = heights[rank, act.op]
+        computes, fill, text_colour, letter, kind = looks[rank, act.op, act.stage]
         number, label = "" if act.microbatch is None else str(act.microbatch), ""
-        if act.op in COMPUTE:
-            label, cause = act.op.value[0] + number, cause_of(span)
-            if cause is not None and cause.rank == span.rank:
+        if computes:
+            label, cause = letter + number, cause_of(span)
+            if cause is not None and cause.rank == rank:
                 waited = f"its rank, busy with {cause.action}"
             elif cause is not None:
-                idle = left - free.get(span.rank, 0.0)
+                idle = left - free.get(rank, 0.0)
                 waited = f"{cause.action} of rank {cause.rank}, idle for {amount(idle)}"
-            free[span.rank] = right
-        middle = (span.start + span.end) / 2
-        if any(other.start < middle < other.end for other in pair if other is not span):
-            part = pair.index(span), len(pair)
-        others = ", ".join(str(other.action) for other in pair if other.action != act)
+            free[rank] = right
+        if id(span) in pair_of:
+            pair, middle = pair_of[id(span)], (span.start + span.end) / 2
+            if any(other.start < middle < other.end for other in pair if other is not span):
+                height = axes.y(rank, act.op, pair.index(span), len(pair))
+            others = ", ".join(str(other.action) for other in pair if other.action != act)
+            block = f"one block with {others}" if others else ""
         yield (
-            left, right, *axes.y(span.rank, act.op, *part), right - left, fill, inks[fill], label,
-            span.rank, name, LOOKS[act.op].name, act.stage, number, waited,
-            f"one block with {others}" if others else "", differences.get(name, ""),
-            1.0 if span in path else _PALE,
+            left, right, *height, right - left, fill, text_colour, label, rank, name, kind,
+            act.stage, number, waited, block, differences.get(name, ""),
+            1.0 if id(span) in on_path else _PALE,
         )  # fmt: skip
 
 
@@ -228,7 +238,7 @@ def _activations(trace: Trace) -> tuple[Curve, ...]:
 
 def _outline(curves: Sequence[Curve], axes: _Axes, end: float, highest: float) -> Columns:
     """The memory of all ranks as one outline, which draws fast; ``highest`` fills the height."""
-    points: list[tuple[float, float]] = []
+    points = list[tuple[float, float]]()
     for rank, curve in enumerate(curves):
         if not curve or highest <= 0:
             continue

@@ -202,14 +202,13 @@ def figures_of(
 ) -> list[tuple[str, str]]:
     """The figures of a step, or of two named steps in the unit of the first; ``limit`` is the
     memory limit of a rank, None for none."""
-    traces, first = [trace_of(step) for step in steps], steps[0]
-    unit = traces[0].unit
-    of = f", {names[0]} | {names[1]}" if len(traces) > 1 else ""
+    first, unit = steps[0], trace_of(steps[0]).unit
+    of = f", {names[0]} | {names[1]}" if len(steps) > 1 else ""
     texts = {
-        "makespan": [time_text(trace.makespan, unit) for trace in traces],
-        "bubble": [f"{trace.bubble_ratio:.2%}" for trace in traces],
-        "span": [time_text(trace.span, unit) for trace in traces],
-        "span bubble": [f"{trace.span_bubble_ratio:.2%}" for trace in traces],
+        "makespan": [time_text(step.makespan, unit) for step in steps],
+        "bubble": [f"{step.bubble_ratio:.2%}" for step in steps],
+        "span": [time_text(step.span, unit) for step in steps],
+        "span bubble": [f"{step.span_bubble_ratio:.2%}" for step in steps],
     }
     figures = [(f"{name}{of}", " | ".join(values)) for name, values in texts.items()]
     if isinstance(first, Simulation):
@@ -219,8 +218,8 @@ def figures_of(
         if first.bounds is not None:
             figures.append(("makespan lower bound", amount(first.bounds.makespan)))
         figures.append(("messages", str(first.messages)))
-    if len(traces) > 1 and traces[1].makespan:
-        ratio = traces[0].makespan / traces[1].makespan
+    if len(steps) > 1 and steps[1].makespan:
+        ratio = steps[0].makespan / steps[1].makespan
         figures.append((f"{names[0]} ÷ {names[1]}", f"{ratio:.3f}"))
     return figures
 

@@ -38,10 +38,9 @@ _TOOLTIP = """
   <div>start <b>@left{0.[0000]}</b> &middot; end <b>@right{0.[0000]}</b>
     &middot; lasts <b>@lasts{0.[0000]}</b></div>
   <div>waited for <b>@waited</b></div>
-  <div>@block</div>
-  <div style="color:#c2255c">@beside</div>
-</div>
 """
+# Lines of the tooltip for columns that most steps lack, and which are then not sent.
+_LINES = {"block": "<div>@block</div>", "beside": '<div style="color:#c2255c">@beside</div>'}
 
 # Label boxes with their microbatch if it fits, and with the letter of the op if most have room.
 # This depends on the zoom, so the browser decides. White edges would wash out boxes of a few
@@ -75,7 +74,7 @@ if (plot.inner_width > 0 && lane_height * 0.4 >= 8) {
     found.x.push((left + right) / 2)
     found.y.push((highs[i] + lows[i]) / 2)
     found.text.push(lettered ? label : number)
-    found.ink.push(pale && d.alpha[i] < 1 ? "#8793a0" : d.ink[i])
+    found.ink.push(pale && d.alpha[i] < 1 ? 0x8793a0ff : d.ink[i])
   }
 }
 labels.data = found
@@ -132,6 +131,9 @@ class Timeline:
             axis.axis_line_color = "#aab4be"
         plot.yaxis[0].update(axis_line_color=None, **no_ticks)
         plot.add_layout(self._peaks, "right")
+        # A new model, as a ticker, would make Bokeh walk through all of the document.
+        for ticking in (plot.ygrid[0], plot.yaxis[0], self._peaks):
+            ticking.ticker = bk.FixedTicker(ticks=[])
         self._add_glyphs(name)
         self._add_callbacks()
 
@@ -171,8 +173,8 @@ class Timeline:
     def _add_callbacks(self) -> None:
         """Add the tooltip, the updates of labels, and the effects of the buttons."""
         plot, box = self.plot, self.box.glyph
-        tip = bk.HoverTool(renderers=[self.box], tooltips=_TOOLTIP, point_policy="follow_mouse")
-        plot.add_tools(tip)
+        self._tip = bk.HoverTool(renderers=[self.box], point_policy="follow_mouse")
+        plot.add_tools(self._tip)
         args = {
             "plot": plot, "x": plot.x_range, "y": plot.y_range, "boxes": self.boxes, "box": box,
             "labels": self.labels, "path": self.path.glyph, "frame": self.frame.glyph,
@@ -200,18 +202,21 @@ class Timeline:
         plot.height = lane * num_ranks + _AXES_HEIGHT
         # Reversed, so that rank 0 is on top.
         _set_range(plot.y_range, num_ranks, 0, bounds=(0, num_ranks))
-        plot.ygrid[0].ticker = bk.FixedTicker(ticks=list(range(num_ranks + 1)))
+        plot.ygrid[0].ticker.ticks = list(range(num_ranks + 1))
         names = [f"rank {rank}" for rank in range(num_ranks)]
         for axis, labels in (plot.yaxis[0], names), (self._peaks, map(amount, drawing.peaks)):
             axis.major_label_overrides = {rank + 0.5: label for rank, label in enumerate(labels)}
-            axis.ticker = bk.FixedTicker(ticks=list(axis.major_label_overrides))
+            axis.ticker.ticks = list(axis.major_label_overrides)
             axis.major_label_text_font_size = "11px" if lane >= 16 else "9px"
         self.set_end(drawing.end)
         self.block_frames.data = _packed(drawing.overlapped_pairs)
         self.path_boxes.data = drawing.path
         self.memory_outline.data = _packed(drawing.memory)
+        lines = {name: line for name, line in _LINES.items() if any(drawing.boxes[name])}
+        self._tip.tooltips = f"{_TOOLTIP}{''.join(lines.values())}</div>"
+        unused = _LINES.keys() - lines.keys()
         # Set last, since this triggers the update of labels.
-        self.boxes.data = _packed(drawing.boxes)
+        self.boxes.data = _packed({n: c for n, c in drawing.boxes.items() if n not in unused})
 
     def set_end(self, end: float) -> None:
         """Set the range of the time axis, from 0, and the limit of zooming out."""
@@ -228,8 +233,13 @@ def _set_range(axis: Any, start: float, end: float, *, bounds: tuple[float, floa
 
 
 def _packed(columns: Columns) -> dict[str, Any]:
-    """Columns with numbers as arrays, which Bokeh sends in binary instead of as text."""
-    return {
-        name: np.array(column) if column and isinstance(column[0], float) else column
-        for name, column in columns.items()
-    }
+    """Columns with numbers and colours as arrays, which Bokeh sends in binary instead of as text,
+    item by item."""
+    packed = dict[str, Any](columns)
+    for name, column in columns.items():
+        if column and isinstance(column[0], (float, int)):
+            packed[name] = np.array(column)
+        elif name in ("fill", "ink"):
+            number_of = {colour: int(colour[1:] + "ff", 16) for colour in set(column)}
+            packed[name] = np.array([number_of[colour] for colour in column], dtype=np.uint32)
+    return packed
