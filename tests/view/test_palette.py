@@ -43,7 +43,7 @@ def test_the_page_s_boxes_have_these_colours_on_white(name: str) -> None:
     stages = result.program.num_stages // 4
     for op in {act.op for act in result.program.actions()}:
         fills = {
-            fill
+            f"#{fill >> 8:06x}"
             for kind, fill in zip(boxes["kind"], boxes["fill"], strict=True)
             if kind == LOOKS[op].name
         }
