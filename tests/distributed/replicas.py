@@ -121,9 +121,12 @@ def make_schedule(name: str, wrap: str, pipeline: DeviceMesh, replicas: DeviceMe
     ), modules
 
 
-def run_step(schedule: Any, step: int, pipeline: DeviceMesh, replicas: DeviceMesh) -> None:
+def run_step(
+    schedule: Any, step: int, pipeline: DeviceMesh, replicas: DeviceMesh, **options: Any
+) -> None:
     x, target = batch(step, replicas.get_local_rank())
-    schedule.step(*((x,) if pipeline.get_local_rank() == 0 else ()), target=target)
+    x_here = (x,) if pipeline.get_local_rank() == 0 else ()
+    schedule.step(*x_here, target=target, **options)
 
 
 def run_eval(schedule: Any, pipeline: DeviceMesh, replicas: DeviceMesh) -> None:

@@ -194,6 +194,53 @@ def test_gradients_accumulate_over_steps(without_sync: bool) -> None:
             torch.testing.assert_close(told, expected, rtol=2e-5, atol=1e-6)
 
 
+def finalize_last(rank: int, num_ranks: int) -> dict[str, tuple[list[Tensor], list[int]]]:
+    """Three steps, the last of which reduces: its stages' gradients, and reductions per step."""
+    pipeline, replicas = make_meshes()
+    found = {}
+    for name, wrap in itertools.product(("1f1b", "zbv"), ("ddp", "replicate", "fsdp", "parts")):
+        schedule, modules = make_schedule(name, wrap, pipeline, replicas)
+        counts = []
+        for step in range(3):
+            with torch.profiler.profile() as profiler:
+                run_step(schedule, step, pipeline, replicas, finalize_gradients=step == 2)
+            reduced = [e for e in profiler.events() if e.name == "gloo:all_reduce"]
+            counts.append(len(reduced) - 1)  # one sums the losses
+        params = [p for module in modules for p in module.parameters()]
+        found[f"{name} {wrap}"] = [whole(p.grad) for p in params], counts
+    return found
+
+
+def test_steps_without_finalize_gradients_leave_the_reduction_to_the_last() -> None:
+    expected = {}
+    for name in ("1f1b", "zbv"):
+        placement = build(name, ranks=2, microbatches=NUM_MICROBATCHES).placement
+        model = nn.Sequential(*make_layers(placement.num_stages))
+        for step, replica in itertools.product(range(3), range(2)):
+            x, target = batch(step, replica)
+            (F.mse_loss(model(x), target) / 2).backward()
+        for rank in range(2):
+            mine = [model[i] for i in placement.stages_of(rank)]
+            expected[name, rank] = [p.grad for module in mine for p in module.parameters()]
+    for rank, outcome in enumerate(run_ranks(finalize_last, 4)):
+        for case, (grads, counts) in outcome.result().items():
+            wanted = expected[case.partition(" ")[0], rank // 2]
+            torch.testing.assert_close(grads, wanted, rtol=2e-5, atol=1e-6, msg=case)
+            assert counts[:2] == [0, 0] and counts[2] > 0, case
+
+
+def disagree(rank: int, num_ranks: int) -> str:
+    schedule, _ = make_schedule("1f1b", "ddp", *(meshes := make_meshes()))
+    with pytest.raises(PenstockError) as caught:
+        run_step(schedule, 0, *meshes, finalize_gradients=rank < 2)
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_on_finalizing_are_told() -> None:
+    for outcome in run_ranks(disagree, 4):
+        assert "step(finalize_gradients=False), after 0 others" in outcome.result()
+
+
 def odd_parameters(rank: int, num_ranks: int) -> dict[str, float | None]:
     """Gradients of parameters that one replica alone uses, nobody uses, or DDP ignores."""
     pipeline, replicas = make_meshes()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch.nn import functional as F
 
 from penstock import Pipeline
 from penstock.errors import PartitionError
+from penstock.stage.dtensor import full_tensor
 from penstock.testing.processes import run_ranks
 from penstock.training.checkpoint import load, save
 from penstock.training.clip import clip_grad_norm_
@@ -50,7 +53,7 @@ def make_pipe(schedule: str, seed: int, wrap: str) -> tuple[Pipeline, torch.opti
         timeout_s=20,
     )
     for stage in pipe.stages:
-        WRAPS[wrap](stage.submod, replicas)
+        stage.submod = WRAPS[wrap](stage.submod, replicas) if wrap else stage.submod
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
     return pipe, optimizer, group, replicas.get_local_rank()
 
@@ -152,3 +155,48 @@ def shard_otherwise(rank: int, num_ranks: int, other: str) -> str:
 def test_places_that_are_sharded_otherwise_are_refused(other: str) -> None:
     for outcome in run_ranks(shard_otherwise, 4, other):
         assert "can't be shared: shapes, dtypes or shards differ" in outcome.result()
+
+
+# Alone, in the pipeline of one replica; DDP by the argument, or by no_sync() on the rank of the
+# tie's second place alone.
+ACCUMULATED = [
+    (schedule, *how)
+    for schedule in ("1f1b", "zbv", "dualpipe")
+    for how in (("", ""), ("ddp", ""), ("ddp", "no_sync"), ("fsdp whole", ""))
+]
+REDUCES = (True, False, False, True, False, True)
+
+
+def accumulate(rank: int, num_ranks: int) -> dict[str, dict[str, Tensor]]:
+    """The gradients of steps without zeroing, of which some reduce."""
+    found = {}
+    for schedule, wrap, how in ACCUMULATED:
+        pipe, _, _, replica = make_pipe(schedule, 0, wrap)
+        for step, reduces in enumerate(REDUCES):
+            inputs, target = batch(step, replica)
+            options = {} if how else {"finalize_gradients": reduces}
+            with contextlib.ExitStack() as suspended:
+                if how and not reduces and rank > 1:
+                    for stage in pipe.stages:
+                        suspended.enter_context(stage.submod.no_sync())
+                pipe.step(inputs, target=target, **options)
+        grads = {name: full_tensor(param.grad) for name, param in pipe.named_parameters()}
+        found[f"{schedule} {wrap} {how}"] = grads
+    return found
+
+
+def test_a_tie_accumulates_over_steps_that_do_not_reduce() -> None:
+    def plainly(replicas: Iterable[int]) -> dict[str, Tensor | None]:
+        model, count = make_model(0), len([*replicas])
+        for step, replica in itertools.product(range(len(REDUCES)), replicas):
+            inputs, target = batch(step, replica)
+            (F.cross_entropy(model(inputs), target) / count).backward()
+        return {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+
+    whole, alone = plainly(range(2)), [plainly([replica]) for replica in range(2)]
+    for rank, outcome in enumerate(run_ranks(accumulate, 4)):
+        for case, grads in outcome.result().items():
+            expected = whole if len(case.split()) > 1 else alone[rank % 2]
+            assert grads
+            for name, grad in grads.items():
+                torch.testing.assert_close(grad, expected[name], msg=f"{case}: {name}")

@@ -1,7 +1,8 @@
 """Data parallelism around a stage: the only module that depends on DDP, FSDP2 and replicate.
 
 Within a step gradients accumulate locally. They are reduced once, at the stage's REDUCE_GRAD, after
-its last weight gradient, so that the result does not depend on the schedule's order.
+its last weight gradient, so that the result does not depend on the schedule's order. A step may
+leave them to a later one.
 
     DDP, replicate   ``average_grads``: torch's all-reduce, bucket by bucket
     FSDP2            FSDP's own reduce-scatter, all-gather and resharding
@@ -36,10 +37,15 @@ class Replicas:
         self._parts = parts
         self.sharded = any(part.sharded for part in parts)
 
-    def begin(self) -> None:
-        """Begin a step: suspend reductions until ``reduce_grads``."""
+    @property
+    def is_synced(self) -> bool:
+        """False where the user has suspended reductions, as within DDP's ``no_sync()``."""
+        return all(part.is_synced for part in self._parts)
+
+    def begin(self, *, reduces: bool = True) -> None:
+        """Begin a step: suspend reductions until ``reduce_grads``, or to a later step's."""
         for part in self._parts:
-            part.begin()
+            part.begin(reduces=reduces)
         self.groups = [group for part in self._parts for group in part.groups]
 
     def share_buffers(self) -> None:
@@ -53,7 +59,7 @@ class Replicas:
             part.end_weight_grad()
 
     def reduce_grads(self) -> None:
-        """Average the gradients over the replicas, once per step."""
+        """Average the gradients over the replicas, once per step, unless a later one does."""
         for part in self._parts:
             part.reduce_grads()
 
@@ -111,10 +117,16 @@ class _Ddp(Replicas):
         self._is_composable = _torch_compat.is_composable_ddp(module)
         # Torch creates the DDP module of ``replicate`` in the first forward.
         self._ddp: Any = None if self._is_composable else module
-        self._synced = self._ddp_synced = True  # not inside the user's no_sync()
+        self._synced = self._ddp_synced = self._reduces = True
         self._sink_off = self._shares_buffers = self._trains = False
 
-    def begin(self) -> None:
+    @property
+    def is_synced(self) -> bool:
+        if self._is_composable:
+            return _torch_compat.composable_syncs(self._module)
+        return bool(self._ddp.require_backward_grad_sync)
+
+    def begin(self, *, reduces: bool = True) -> None:
         if not self.groups:
             self._ddp = self._ddp or _torch_compat.ddp_within(self._module)
             self.groups = (self._ddp.process_group,)
@@ -124,9 +136,9 @@ class _Ddp(Replicas):
                 "a stage in DDP has a communication hook (register_comm_hook), which a pipeline "
                 "can't call; leave it out, or shard the stage by fully_shard"
             )
-        self._synced = self._ddp_synced = ddp.require_backward_grad_sync
+        self._synced, self._ddp_synced = self.is_synced, ddp.require_backward_grad_sync
+        self._reduces = reduces and self._synced
         if self._is_composable:
-            self._synced = _torch_compat.composable_syncs(self._module)
             self._module.set_requires_gradient_sync(False)
         # Equivalent to DDP's no_sync() around the whole step.
         ddp.require_backward_grad_sync = False
@@ -141,7 +153,7 @@ class _Ddp(Replicas):
             _torch_compat.broadcast_ddp_buffers(self._ddp)
 
     def reduce_grads(self) -> None:
-        if self._synced:
+        if self._reduces:
             params = _torch_compat.ddp_parameters(self._ddp)
             average_grads(params, self._ddp.process_group, self._ddp.bucket_bytes_cap)
 
@@ -152,17 +164,18 @@ class _Ddp(Replicas):
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = self._ddp_synced
             # Buffers are broadcast again only after a reduction.
-            self._ddp.require_forward_param_sync = self._synced and self._trains
+            self._ddp.require_forward_param_sync = self._reduces and self._trains
             _torch_compat.switch_ddp_sink(self._ddp, off=self._sink_off)
 
 
 class _Fsdp(Replicas):
     def __init__(self, root: Any) -> None:
         super().__init__()
-        self.sharded = True
+        self.sharded = self._reduces = True
         self._root = root
 
-    def begin(self) -> None:
+    def begin(self, *, reduces: bool = True) -> None:
+        self._reduces = reduces
         if not self.groups:
             # Of all mesh dimensions of the sharded parameters.
             params = (p for p in self._root.parameters() if hasattr(p, "device_mesh"))
@@ -183,8 +196,9 @@ class _Fsdp(Replicas):
         _torch_compat.fsdp_finish_backward(self._root)
 
     def reduce_grads(self) -> None:
-        self._set_sync(True)
-        self.end_weight_grad()
+        if self._reduces:
+            self._set_sync(True)
+            self.end_weight_grad()
 
     def end(self) -> None:
         self._set_sync(True)

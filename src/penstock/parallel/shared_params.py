@@ -6,8 +6,9 @@
 Tied parameters (``penstock.partition.ties``) are shared. If the placement has several copies of the
 model, all parameters are shared. Before the first step the value on the first stage is broadcast.
 During a step each copy of a parameter accumulates its own part of the gradient. Earlier gradients
-are set aside, so that only this step's parts are summed, in rank order. Autograd alone sums the
-parts of a parameter that is one object in one process.
+are set aside, so that only this step's parts are summed, in rank order. A step that does not
+reduce leaves the parts to the next one that does. Autograd alone sums the parts of a parameter that
+is one object in one process.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class SharedParams:
         # By id of a parameter: True if sums over ranks count it on this rank.
         self._counted: dict[int, bool] = {}
         self._shared: list[_Shared] = []
+        self._holds_parts = False  # after a step that did not reduce
         for number, group in enumerate(self._groups):
             ranks = self._ranks_of(group)
             if (rank := self._transport.rank) in ranks:
@@ -212,9 +214,13 @@ class SharedParams:
                 )
 
     @contextmanager
-    def summing_grads(self) -> Iterator[None]:
+    def summing_grads(self, *, reduces: bool) -> Iterator[None]:
         """A context for a training step; at exit each copy has the whole gradient, or, if the step
         failed, none of the step's.
+
+        Args:
+            reduces: if False, each copy keeps its part, and the first one also has earlier whole
+                gradients, for the next step that reduces.
 
         Raises:
             StageError: a shared parameter has a post-accumulate-grad hook.
@@ -231,13 +237,15 @@ class SharedParams:
                 )
         summed = [shared for shared in self._shared if shared.is_summed]
         earlier = [(param, param.grad) for shared in summed for param in shared.tensors]
-        for param, _ in earlier:
-            param.grad = None
+        had_parts, self._holds_parts = self._holds_parts, not reduces
+        for param, before in earlier:
+            # Parts are reduced, and summed, with those of this step.
+            param.grad = before.clone() if had_parts and before is not None else None
         is_complete = False
         try:
             yield
             with torch.no_grad():
-                for bucket in _buckets(summed):
+                for bucket in _buckets(summed) if reduces else ():
                     totals = self._sum(bucket, [_local_sum(shared) for shared in bucket])
                     for shared, total in zip(bucket, totals, strict=True):
                         for param in shared.tensors:
@@ -246,7 +254,10 @@ class SharedParams:
         finally:
             with torch.no_grad():
                 for param, before in earlier:
-                    param.grad = _added(before, param.grad if is_complete else None)
+                    if not is_complete:
+                        param.grad = before
+                    elif not had_parts and (reduces or self.counts_here(param)):
+                        param.grad = _added(before, param.grad)
 
     def _sum(
         self, bucket: Sequence[_Shared], mine: Sequence[Tensor | None]

@@ -89,10 +89,11 @@ class BoundProgram:
 
     # --- the start of a step -----------------------------------------------------------------
 
-    def describe_call(self, num_steps: int, *, keep_outputs: bool) -> str:
+    def describe_call(self, num_steps: int, *, keep_outputs: bool, reduces: bool) -> str:
         """Describe the current call, to be compared between ranks."""
         outputs = " with outputs" if self._exchanges_outputs(keep_outputs) else ""
-        return f"{'step' if self.train else 'eval'}(){outputs}, after {num_steps} others"
+        partly = "" if reduces else "finalize_gradients=False"
+        return f"{'step' if self.train else 'eval'}({partly}){outputs}, after {num_steps} others"
 
     def batch_facts(self, step: StepState, number: int) -> BatchFacts:
         """This rank's facts about the batch of the step of this number.
@@ -108,7 +109,7 @@ class BoundProgram:
         if self._enters and len(self._entry_ranks) > 1:
             assert step.args is not None
             inputs = inputs_id(step.args, step.kwargs, number)
-        return BatchFacts(conditions, step.num_with_rows, inputs)
+        return BatchFacts(conditions, step.num_with_rows, inputs, step.reduces)
 
     def begin(self, step: StepState, facts: Sequence[BatchFacts], number: int) -> None:
         """Begin the step of this number: broadcast its shape ids and its seed."""

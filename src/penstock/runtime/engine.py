@@ -108,13 +108,13 @@ class Engine:
         # By stage the wrapper of its module, if any; and all of them as one.
         self._wrapper_of: dict[int, Replicas | None] = {}
         self._replicas = Replicas()
+        # By train, and the number of microbatches with rows.
+        self._bound: dict[tuple[bool, int], BoundProgram] = {}
         self._find_replicas()
         device = next(iter(self.stages.values())).device
         self._channels = channels_of(device)
         self._streams = device_streams.streams_of(device)
         self._pair_function: PairFunction | None = None
-        # By train, and the number of microbatches with rows.
-        self._bound: dict[tuple[bool, int], BoundProgram] = {}
         self._eval, self._train = (self._bind(t, program.num_microbatches) for t in (False, True))
         self._last = self._train
         self._running: BoundProgram | None = None
@@ -149,7 +149,7 @@ class Engine:
     # --- a step ------------------------------------------------------------------------------
 
     def run(
-        self, prepare: Callable[[], StepState], *, train: bool, keep_outputs: bool
+        self, prepare: Callable[[], StepState], *, train: bool, keep_outputs: bool, reduces: bool
     ) -> tuple[StepState, Tensor | None]:
         """Run one step.
 
@@ -158,30 +158,33 @@ class Engine:
                 before anything runs, and leave the engine usable.
             train: whether to train, or to evaluate.
             keep_outputs: whether outputs are returned.
+            reduces: whether gradients are reduced, or left to a later step.
 
         Returns:
             The step, with outputs and metrics; and the losses, shape (microbatches with rows,), on
             every rank, or None if none were computed.
         """
         with self:
-            step, facts, mistake = self._prepare(prepare, train, keep_outputs)
+            step, facts, mistake = self._prepare(prepare, train, keep_outputs, reduces)
         if mistake is not None:
             raise mistake
         with self:
             return step, self._run(step, facts, train)
 
     def _prepare(
-        self, prepare: Callable[[], StepState], train: bool, keep_outputs: bool
+        self, prepare: Callable[[], StepState], train: bool, keep_outputs: bool, reduces: bool
     ) -> tuple[StepState, Sequence[BatchFacts], Exception | None]:
         """Agree with the other ranks on the step; the exception says why it can't run."""
         bound, num_splits = self._train if train else self._eval, self.requested.num_splits
         step, mine, mistake = StepState(0), None, None
         try:
             step = prepare()
+            self._find_replicas()
+            step.reduces = reduces and self._replicas.is_synced
             mine = bound.batch_facts(step, self._num_steps)
         except Exception as error:
             mistake = error
-        call = bound.describe_call(self._num_steps, keep_outputs=keep_outputs)
+        call = bound.describe_call(self._num_steps, keep_outputs=keep_outputs, reduces=reduces)
         try:
             # Ranks with different options may interpret the same call differently.
             self._begin_call(call if self._agreed else "the first step() or eval()")
@@ -204,18 +207,13 @@ class Engine:
         bound = self._last = self._running = self._bind(train, len(step.outputs))
         bound.executor.marks = []
         self._num_steps += 1
-        was_sharded = self._replicas.sharded
-        self._find_replicas()
-        if self._replicas.sharded is not was_sharded:
-            for (trains, num), each in self._bound.items():
-                if trains:
-                    each.rebind(self._lowered(trains, num))
         bound.begin(step, facts, self._num_steps)
         with ExitStack() as around:
             if train:
                 around.enter_context(self.shared_buffers.guarded())
-                around.enter_context(self._shared_params.summing_grads())
-            self._run_actions(bound)
+                reduces = all(each.reduces for each in facts)
+                around.enter_context(self._shared_params.summing_grads(reduces=reduces))
+            self._run_actions(bound, reduces=step.reduces)
         losses = bound.end(step)
         # Again, for messages at the step's end, since no send may outlast this step's profiler.
         self._transport.drain()
@@ -259,15 +257,19 @@ class Engine:
             modules = dict.fromkeys(stage.submod for stage in self.stages.values())
             found = {module: replicas_of(module) for module in modules}
             self._wrapper_of = {i: found[stage.submod] for i, stage in self.stages.items()}
+            was_sharded = self._replicas.sharded
             self._replicas = Replicas([each for each in found.values() if each is not None])
             self._wrapped = wrapped
+            for (trains, num), each in self._bound.items():
+                if trains and self._replicas.sharded is not was_sharded:
+                    each.rebind(self._lowered(trains, num))
 
-    def _run_actions(self, bound: BoundProgram) -> None:
+    def _run_actions(self, bound: BoundProgram, *, reduces: bool) -> None:
         for i, runner in bound.runners.items():
             runner.replicas = self._wrapper_of[i]
         try:
             with torch.set_grad_enabled(bound.train):
-                self._replicas.begin()
+                self._replicas.begin(reduces=reduces)
             self._transport.watch_replicas(self._replicas.groups)
             with self._transport.waiting_for_replicas():
                 self._replicas.share_buffers()

@@ -210,6 +210,7 @@ class PipelineSchedule:
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+        finalize_gradients: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Run one training step: gradients are added to the parameters' ``.grad``.
@@ -226,6 +227,9 @@ class PipelineSchedule:
             losses: a list that is filled with the microbatches' losses, on every rank.
             return_outputs: whether to return the last stage's outputs.
             loss_kwargs: keyword arguments of the loss function.
+            finalize_gradients: whether the gradients of replicas (DDP, FSDP2) and of shared
+                parameters are reduced. If False, they accumulate as this rank's parts, and the
+                next step with True reduces all at once; read no gradient before.
             kwargs: keyword arguments of every stage on this rank, a whole batch; ``arg_mbs``,
                 ``kwarg_mbs`` and ``target_mbs``, ready microbatches instead of a batch; and
                 ``merge_outputs=False`` for a list with each microbatch's output.
@@ -239,6 +243,7 @@ class PipelineSchedule:
             ValueError: the outputs can't be merged. The step is complete; the next one may follow.
         """
         kwargs |= {"return_outputs": return_outputs, "loss_kwargs": loss_kwargs}
+        kwargs["finalize_gradients"] = finalize_gradients
         return self._run(args, kwargs | {"target": target, "losses": losses}, train=True)
 
     @folds_tracebacks
@@ -267,9 +272,10 @@ class PipelineSchedule:
                 )
             return splitter.split(args, kwargs)
 
-        keep_outputs = kwargs.get("return_outputs", True)
+        flags = {"keep_outputs": kwargs.get("return_outputs", True)}
+        flags["reduces"] = kwargs.pop("finalize_gradients", True)
         with exclusive_step(engine, self._group), nullcontext() if train else _evaluation():
-            step, computed = engine.run(prepare, train=train, keep_outputs=keep_outputs)
+            step, computed = engine.run(prepare, train=train, **flags)
         self.losses = splitter.merge_losses(computed)
         self.metrics = step.metrics if splitter.has_last else []
         if filled is not None:

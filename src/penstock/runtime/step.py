@@ -46,6 +46,7 @@ class StepState:
         self.num_with_rows = 0
         self.loss_kwargs: Mapping[str, Any] = {}
         self.keep_outputs = False
+        self.reduces = True  # the gradients of this rank's stages, at the step's end
         # The ids of the inputs' shapes and the seed of random streams, the same on all ranks.
         self.shape_ids = [0] * num_microbatches
         self.seed = 0

@@ -80,13 +80,15 @@ def check_consistent(
 class BatchFacts(NamedTuple):
     """A rank's facts about a step's batch, gathered before anything runs.
 
-    Fields: the id of its run conditions, 63 bits; the number of microbatches with rows and the id
-    of its inputs, 32 bits each, 0 where it has no such arguments.
+    Fields: the id of its run conditions, 63 bits; the number of microbatches with rows, 31 bits,
+    and the id of its inputs, 32 bits, 0 where it has no such arguments; and whether all of its
+    stages reduce their gradients.
     """
 
     conditions: int
     num_with_rows: int = 0
     inputs: int = 0
+    reduces: bool = True
 
 
 # Gathered in place of the facts of a rank whose batch can't run.
@@ -109,7 +111,8 @@ def gather_batch_facts(
     """
     number = _MISTAKE
     if facts is not None:
-        number = (facts.inputs << 32 | facts.num_with_rows) << 63 | facts.conditions
+        rows = facts.num_with_rows << 1 | facts.reduces
+        number = (facts.inputs << 32 | rows) << 63 | facts.conditions
     gathered = transport.all_gather_ints(number)
     if _MISTAKE in gathered:
         mine = (
@@ -121,7 +124,9 @@ def gather_batch_facts(
         assert failure is not None
         return [], mistake or as_error(failure[1], ())
     low = (1 << 63) - 1
-    by_rank = [BatchFacts(n & low, n >> 63 & 0xFFFFFFFF, n >> 95) for n in gathered]
+    by_rank = [
+        BatchFacts(n & low, n >> 64 & 0x7FFFFFFF, n >> 95, bool(n >> 63 & 1)) for n in gathered
+    ]
     return by_rank, _difference(by_rank)
 
 
