@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.compat.stage import PipelineStage, TracedStage, build_stage
+    from penstock.compat.stage import PipelineStage, PipelineStageInfo, TracedStage, build_stage
     from penstock.errors import (
         BoundaryError,
         InternalError,
@@ -59,6 +59,10 @@ if TYPE_CHECKING:
     from penstock.search.engine import search
     from penstock.search.result import Point, Progress, SearchResult
     from penstock.simulate.costs import Costs
+    from penstock.simulate.liveness import (
+        PipelineActivationLiveness,
+        analyze_pipeline_activation_liveness,
+    )
     from penstock.simulate.simulation import Simulation, simulate
     from penstock.stage.rng import draw_step_seed, microbatch_rng
     from penstock.trace import Span, Trace
@@ -66,7 +70,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Training.
-__all__ = ["Pipeline", "PipelineStage", "TensorChunkSpec", "draw_step_seed", "microbatch_rng"]
+__all__ = ["Pipeline", "PipelineStage", "PipelineStageInfo", "TensorChunkSpec"]
+__all__ += ["draw_step_seed", "microbatch_rng"]
 __all__ += ["merge_chunks", "split_args_kwargs_into_chunks", "sum_reducer"]
 __all__ += ["PipelineSchedule", "PipelineScheduleMulti", "PipelineScheduleSingle"]
 __all__ += ["Schedule1F1B", "ScheduleChimera", "ScheduleDualPipe", "ScheduleDualPipeV"]
@@ -80,6 +85,7 @@ __all__ += ["build_stage", "pipe_split", "pipeline"]
 # Planning.
 __all__ += ["Action", "CheckedProgram", "Costs", "Op", "Point", "Program", "Progress"]
 __all__ += ["SearchResult", "Simulation", "Span", "Trace", "build", "check", "load_csv"]
+__all__ += ["PipelineActivationLiveness", "analyze_pipeline_activation_liveness"]
 __all__ += ["save_csv", "schedule", "schedules", "search", "simulate"]
 # Errors.
 __all__ += ["BoundaryError", "InternalError", "PartitionError", "PeerError", "PenstockError"]
@@ -87,7 +93,7 @@ __all__ += ["ScheduleError", "StageError"]
 
 # module → its public names. Type checkers read the imports above instead.
 _NAMES = {
-    "penstock.compat.stage": "PipelineStage TracedStage build_stage",
+    "penstock.compat.stage": "PipelineStage PipelineStageInfo TracedStage build_stage",
     "penstock.errors": (
         "PenstockError ScheduleError PartitionError StageError BoundaryError PeerError "
         "InternalError"
@@ -116,6 +122,9 @@ _NAMES = {
     "penstock.schedule.text": "load_csv save_csv",
     "penstock.search.result": "Point Progress SearchResult",
     "penstock.simulate.costs": "Costs",
+    "penstock.simulate.liveness": (
+        "PipelineActivationLiveness analyze_pipeline_activation_liveness"
+    ),
     "penstock.simulate.simulation": "Simulation",
     "penstock.stage.rng": "draw_step_seed microbatch_rng",
     "penstock.trace": "Trace Span",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 import penstock
-from penstock import Pipeline, StageError
+from penstock import Pipeline, PipelineStageInfo, StageError
 from penstock.schedule.action import Op
 from penstock.schedule.passes import forward_only
 from penstock.schedule.registry import family
@@ -111,3 +114,37 @@ def test_the_profiler_sees_the_actions() -> None:
     names = Counter(e.name for e in profile.events() if e.name.startswith("penstock."))
     actions = [str(a) for a in pipe.program.actions() if a.op in COMPUTE]
     assert all(names[f"penstock.{action}"] == 1 for action in actions)
+
+
+def test_a_module_may_ask_which_forward_it_runs() -> None:
+    pipe, asked = made("zbv"), []
+    current: ContextVar[PipelineStageInfo] = ContextVar("current")
+
+    @contextmanager
+    def context(info: PipelineStageInfo) -> Iterator[None]:
+        token = current.set(info)
+        yield
+        current.reset(token)
+
+    for stage in pipe.stages:
+        handle = stage.register_forward_context(context)
+        stage.submod.register_forward_pre_hook(lambda *_: asked.append(current.get()))
+        with pytest.raises(StageError, match="it has a forward context already"):
+            stage.register_forward_context(context)
+    inputs, target = features(6, 0)
+    pipe.step(inputs, target=target)
+    forwards = [s.action for s in pipe.trace().spans if s.action.op is Op.FORWARD]
+    ran = {(info.stage_index, info.microbatch_index) for info in asked}
+    assert ran == {(act.stage, act.microbatch) for act in forwards}
+    assert len(asked) == len(forwards) and not asked[0].is_metadata_inference
+    handle.remove()
+    with pytest.raises(StageError, match="LookupError"):
+        pipe.step(inputs, target=target)
+
+
+def test_a_context_that_suppresses_an_exception_is_an_error() -> None:
+    pipe = made("1f1b")
+    pipe.stages[0].register_forward_context(lambda info: suppress(RuntimeError))
+    inputs, target = features(6, 0)
+    with pytest.raises(StageError, match="stage 0: its forward context suppressed an exception"):
+        pipe.step(inputs[:, :1], target=target)

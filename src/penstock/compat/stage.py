@@ -15,14 +15,17 @@ Or the caller keeps the graph: ``out = stage.forward_maybe_with_nosync(x)``, and
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from penstock.cause import own_group, publishing_errors
 from penstock.compat.backward import full_backward, input_backward, weight_backward
@@ -35,9 +38,25 @@ from penstock.stage.pytree import map_tensors
 from penstock.stage.stage import MicrobatchState
 from penstock.stage.wrappers import unwrapped
 
-__all__ = ["PipelineStage", "TracedStage", "build_stage"]
+__all__ = ["PipelineStage", "PipelineStageInfo", "TracedStage", "build_stage"]
 
 GetMesh = Callable[..., Any]
+ForwardContext = Callable[["PipelineStageInfo"], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineStageInfo:
+    """A forward of a stage.
+
+    Args:
+        stage_index: the stage.
+        microbatch_index: the microbatch, or the chunk of a sequence.
+        is_metadata_inference: always False: shapes are learned from microbatches.
+    """
+
+    stage_index: int
+    microbatch_index: int
+    is_metadata_inference: bool = False
 
 
 class PipelineStage(ExchangingStage):
@@ -115,6 +134,45 @@ class PipelineStage(ExchangingStage):
         self.stage_index_to_group_rank = {i: i % self.group_size for i in range(self.num_stages)}
         self._replica_step = ReplicaStep()
         self._states = {}
+        self._forward_contexts: OrderedDict[int, ForwardContext] = OrderedDict()
+
+    # --- the context of forwards -------------------------------------------------------------
+
+    def register_forward_context(self, context_factory: ForwardContext) -> RemovableHandle:
+        """Run every forward of a microbatch, recomputed or not, in a context of one's own.
+
+        Args:
+            context_factory: called with a ``PipelineStageInfo``; returns a context manager, which
+                may not suppress exceptions.
+
+        Returns:
+            A handle whose ``remove()`` ends it.
+
+        Raises:
+            StageError: the stage has a context already.
+        """
+        if self._forward_contexts:
+            raise self._error("it has a forward context already; remove() its handle first")
+        handle = RemovableHandle(self._forward_contexts)
+        self._forward_contexts[handle.id] = context_factory
+        return handle
+
+    def forward(
+        self,
+        state: MicrobatchState,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        defer: bool,
+    ) -> Any:
+        """Run the module, in the registered context if there is one."""
+        if not self._forward_contexts:
+            return super().forward(state, args, kwargs, defer=defer)
+        (context_factory,) = self._forward_contexts.values()
+        info = PipelineStageInfo(stage_index=self.stage_index, microbatch_index=state.microbatch)
+        with context_factory(info):
+            return super().forward(state, args, kwargs, defer=defer)
+        raise self._error("its forward context suppressed an exception of the module")
 
     # --- by microbatch -----------------------------------------------------------------------
 
