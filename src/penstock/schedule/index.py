@@ -124,9 +124,12 @@ class IndexedProgram:
 
     def passing(self) -> bytes:
         """For each id in one op's section, 1 if the microbatch passes the stage."""
-        size, placement = self.num_microbatches, self.placement
-        rows = (placement.passing(stage, size) for stage in range(placement.num_stages))
-        return b"".join(bytes(number in row for number in range(size)) for row in rows)
+        marks, size, placement = bytearray(), self.num_microbatches, self.placement
+        for stage in range(placement.num_stages):
+            row, passing = bytearray(size), placement.passing(stage, size)
+            row[passing.start :: passing.step] = bytes([1]) * len(passing)
+            marks += row
+        return bytes(marks)
 
     def offset(self, op: Op, stage: int, to: tuple[Op, int]) -> int:
         """The offset from an action of one row to the same microbatch in another row."""

@@ -11,15 +11,31 @@ their times.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TypeAlias
 
 from penstock.schedule.index import IndexedProgram, Offsets
 
-__all__ = ["DependencyReplay", "RowNeeds", "replay_of"]
+__all__ = ["DependencyReplay", "RowNeeds", "needed_results", "replay_of"]
 
 RowNeeds: TypeAlias = Sequence[Sequence[tuple[int, float]]]
 """By row, the offset of each prerequisite, and the delay from its end to its arrival."""
+
+
+def needed_results(
+    fulfilled: Offsets, needs: RowNeeds, width: int, more: Iterable[int] = ()
+) -> Offsets:
+    """``fulfilled`` without the results that no action needs, and that need no record.
+
+    ``more`` gives further ids that are needed.
+    """
+    needed = {row + offset // width for row, each in enumerate(needs) for offset, _ in each}
+    needed.update(number // width for number in more)
+    return [
+        tuple(offset for offset in offsets if row + offset // width in needed)
+        for row, offsets in enumerate(fulfilled)
+    ]
 
 
 def replay_of(
@@ -37,16 +53,18 @@ def replay_of(
     extra = {number: (other,) for number, other in program.required_chunks().items()}
     for number, others in (more or {}).items():
         extra[number] = (*extra.get(number, ()), *others)
-    fulfilled, width = program.fulfilled(), program.num_microbatches
+    width = program.num_microbatches
+    needs = [tuple((offset, 0.0) for offset in row) for row in required]
+    fulfilled = needed_results(program.fulfilled(), needs, width, chain(*extra.values()))
     # The ids in reach of those that occur: most programs have no use for most ids.
     last = max(program.ids(), default=0) // width
-    reach = (max(0, *required[row], *fulfilled[row]) // width + row for row in range(last + 1))
+    reach = (max((0, *required[row], *fulfilled[row])) // width + row for row in range(last + 1))
     return DependencyReplay(
         program.queues,
         program.overlapped,
         num_ids=(1 + max(reach)) * width,
         width=width,
-        needs=[tuple((offset, 0.0) for offset in row) for row in required],
+        needs=needs,
         fulfilled=fulfilled,
         more=extra,
         durations=durations,

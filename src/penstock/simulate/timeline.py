@@ -30,7 +30,7 @@ from penstock.schedule.action import Op
 from penstock.schedule.check import problems
 from penstock.schedule.index import index_program
 from penstock.schedule.program import Program
-from penstock.schedule.replay import DependencyReplay
+from penstock.schedule.replay import DependencyReplay, needed_results
 from penstock.schedule.rules import (
     COMPUTE,
     HOST_TRANSFERS,
@@ -192,14 +192,9 @@ class _Timeline:
         """A replay of all queues, not played yet."""
         width, needs, durations = self.width, self.needs, self.durations
         chunks = self.index.required_chunks()
-        # Results that no action waits for need no record.
-        needed = {row + offset // width for row, each in enumerate(needs) for offset, _ in each}
-        needed |= {row + offset // width for row, (offset, _) in self.received.items()}
-        needed |= {other // width for other in chunks.values()}
-        fulfilled = [
-            tuple(offset for offset in offsets if row + offset // width in needed)
-            for row, offsets in enumerate(self.index.fulfilled())
-        ]
+        messages = [row * width + offset for row, (offset, _) in self.received.items()]
+        read = chain(messages, chunks.values())
+        fulfilled = needed_results(self.index.fulfilled(), needs, width, read)
         fulfilled += [(0,)] * (len(needs) - self.num_rows)
         overlaps: list[float] | None = None
         if self.costs.overlap is not None:

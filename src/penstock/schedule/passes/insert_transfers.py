@@ -174,14 +174,15 @@ def _in_one_order(computed: IndexedProgram) -> list[list[int]]:
     # start, messages of the same time by number.
     events: list[list[tuple[float, int, int, int]]] = [[] for _ in computed.queues]
     for rank, queue in enumerate(computed.queues):
-        starts = iter(replay.starts[rank])
+        times = zip(replay.starts[rank], replay.ends[rank], strict=True)
         for place, step in enumerate(queue):
             parts = computed.parts(step)
-            start, *_ = islice(starts, len(parts))
+            span = list(islice(times, len(parts)))
+            start, end = span[0][0], span[-1][1]
             events[rank].append((start, 1, place, step))
             for part in parts:
                 if (send := sends[part // width]) is not None:
-                    end, message = replay.done[part], part + send[1]
+                    message = part + send[1]
                     events[rank].append((end, 0, message, part + send[0]))
                     events[send[2]].append((end, 0, message, message))
     return [[number for *_, number in sorted(each)] for each in events]
