@@ -357,21 +357,33 @@ def composable_syncs(module: nn.Module) -> bool:
     return not _replicate_state(module)._no_sync
 
 
-def fsdp_finish_backward(root: FSDPModule) -> None:
-    """Reduce-scatter the gradients of ``root``'s parameters, as FSDP does after a last backward.
+def fsdp_finish_backward(root: FSDPModule, *, is_reduced: bool = False) -> None:
+    """Add up, or reduce-scatter, gradients of ``root``, as FSDP does at the end of ``backward()``.
 
-    It does so at the end of that ``backward()``; deferred weight gradients may come later.
+    Deferred weight gradients may come later than that. With ``is_reduced`` it only waits for the
+    reductions, if ``root`` is at its last backward.
     """
     state: Any = root._get_fsdp_state()
-    for each in state._state_ctx.all_states:
-        # Torch 2.11 has at most one group of parameters per module.
-        groups = getattr(each, "_fsdp_param_groups", None)
-        for group in filter(None, [each._fsdp_param_group] if groups is None else groups):
-            group._training_state = type(group._training_state).IDLE
+    for group in _fsdp_groups(root):
+        states = type(group._training_state)
+        group._training_state = states.POST_BACKWARD if is_reduced else states.IDLE
     # Exists since torch 2.15, where the callback sets it too.
     context, manual = state._state_ctx, "manual_backward_finalization_active"
     setattr(context, manual, getattr(context, manual, None) or False)
     state._root_post_backward_final_callback()
+
+
+def fsdp_drop_gathers(root: FSDPModule) -> None:
+    """Drop the gathers that a failed step has begun, and whose other ranks may never join."""
+    for group in _fsdp_groups(root):
+        group._all_gather_result = None
+
+
+def _fsdp_groups(root: FSDPModule) -> Iterator[Any]:
+    for each in root._get_fsdp_state()._state_ctx.all_states:
+        # Torch 2.11 has at most one group of parameters per module.
+        groups = getattr(each, "_fsdp_param_groups", None)
+        yield from filter(None, [each._fsdp_param_group] if groups is None else groups)
 
 
 # -------------------- the runtime and process groups --------------------

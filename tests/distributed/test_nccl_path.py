@@ -25,7 +25,7 @@ from penstock.runtime import pipeline_schedule
 from penstock.runtime.comm import nccl
 from penstock.runtime.comm.c10d import C10dTransport, as_wire
 from penstock.runtime.comm.nccl import NcclTransport, channels_of, pairs_of
-from penstock.runtime.failure import Calls, ErrorStore, Watchdog
+from penstock.runtime.failure import Calls, ErrorStore, Peers, Watchdog
 from penstock.schedule.channels import TWO_WAY
 from penstock.testing.processes import run_ranks
 from tests.agreement import ROUNDING, Twins
@@ -231,7 +231,8 @@ class NoFailures(ErrorStore):
         return None
 
 
-def test_a_message_that_the_device_waits_for_has_a_deadline() -> None:
+@pytest.mark.parametrize("late", [2, Peers.REPLICAS])
+def test_what_the_device_waits_for_has_a_deadline(late: Any) -> None:
     """Also while the host is in the user's code, which may wait for the device."""
     transport: Any = object.__new__(NcclTransport)
     given_up: list[Any] = []
@@ -244,14 +245,18 @@ def test_a_message_that_the_device_waits_for_has_a_deadline() -> None:
     watchdog = transport._watchdog = Watchdog(0.3, abort, transport.device_wait)
     transport._streams, transport._limit, transport._device_waits = Waiting(), (), deque()
     watchdog.start(NoFailures(), always=True)
-    for peer in (1, 2, 3):
-        transport.wait_for_message((Group([]),), (), peer)
+    for peer in (1, late, 3):
+        if isinstance(peer, int):
+            transport.wait_for_message((Group([]),), (), peer)
+        else:
+            with transport.waiting_for_replicas():
+                pass
     assert ended.wait(20)
-    assert given_up == [2] and watchdog.timed_out
+    assert given_up == [late] and watchdog.timed_out
     with pytest.raises(RuntimeError, match="given up"):
         transport.wait_for((Group([]),), 5)
     waited = watchdog.stop()
-    assert waited is not None and waited[1] == 2
+    assert waited is not None and waited[1] == late
 
 
 def test_ranks_meet_on_the_host() -> None:

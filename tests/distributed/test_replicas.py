@@ -27,7 +27,8 @@ from penstock import (
     build,
     get_schedule_class,
 )
-from penstock.parallel.data_parallel import average_grads
+from penstock.cause import store_of
+from penstock.parallel.data_parallel import start_averaging
 from penstock.runtime import failure
 from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
@@ -135,7 +136,8 @@ def test_after_a_step_the_module_reduces_by_itself_again(breaks: bool) -> None:
 def average_large(rank: int, num_ranks: int) -> Tensor:
     param = nn.Parameter(torch.zeros(2, dtype=torch.float16))
     param.grad = torch.full_like(param, 48_000.0)
-    average_grads([param], dist.group.WORLD, bucket_bytes=1 << 20)
+    for wait in start_averaging([param], dist.group.WORLD, bucket_bytes=1 << 20):
+        wait()
     return param.grad
 
 
@@ -153,7 +155,8 @@ def average_in_buckets(rank: int, num_ranks: int) -> tuple[bool, bool]:
     if rank == 0:  # in another order in memory than on the other rank
         params[0].grad = params[0].grad.t().contiguous().t()  # type: ignore[union-attr]
     grads = [param.grad for param in params]
-    average_grads(params, dist.group.WORLD, bucket_bytes=32)
+    for wait in start_averaging(params, dist.group.WORLD, bucket_bytes=32):
+        wait()
     expected = [torch.arange(p.numel()).reshape(p.shape).to(p.dtype) + 0.5 for p in params]
     are_means = all(map(torch.equal, grads, expected))  # type: ignore[arg-type]
     return are_means, all(p.grad is grad for p, grad in zip(params, grads, strict=True))
@@ -162,6 +165,49 @@ def average_in_buckets(rank: int, num_ranks: int) -> tuple[bool, bool]:
 def test_gradients_are_averaged_in_place_whatever_their_layout() -> None:
     for outcome in run_ranks(average_in_buckets, 2):
         assert outcome.result() == (True, True)
+
+
+# --- beside computations -------------------------------------------------------------------------
+
+
+def overlap(rank: int, num_ranks: int, wrap: str) -> bool:
+    """Two stages of two replicas. The second replica joins the last stage's reduction, or gather,
+    once the first one has run a computation of the first stage that follows it."""
+    mesh = init_device_mesh("cpu", (num_ranks, 1), mesh_dim_names=("dp", "pp"))
+    first, last = (WRAPS[wrap](layer, mesh["dp"]) for layer in make_layers(2))
+    stages = [
+        PipelineStage(module, i, 2, CPU, group=mesh["pp"].get_group())
+        for i, module in enumerate((first, last))
+    ]
+    schedule: Any = get_schedule_class("looped-bfs")(stages, 2, F.mse_loss, timeout_s=20)  # type: ignore[arg-type]
+    store, key = store_of(dist.group.WORLD), "computed beside"
+
+    def tell(*_: object) -> None:
+        store.set(key, "")
+
+    def wait(*_: object) -> None:
+        assert failure.poll(lambda: store.check([key]) or None, for_s=10)
+
+    x, target = batch(0, rank)
+    schedule.step(x, target=target)  # torch makes groups and buckets
+    if wrap == "ddp":
+        if rank == 0:
+            first.register_full_backward_hook(tell)
+        else:
+            last.register_full_backward_hook(wait)
+    elif rank == 0:
+        first.register_forward_hook(tell)
+    else:
+        unshard: Any = last.unshard
+        last.unshard = lambda **options: (wait(), unshard(**options))[1]  # type: ignore[assignment]
+    schedule.step(x, target=target)
+    return store.check([key])
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp whole"])
+def test_collectives_run_beside_computations(wrap: str) -> None:
+    for outcome in run_ranks(overlap, 2, wrap):
+        assert outcome.result()
 
 
 # --- what users do with DDP beside --------------------------------------------------------------

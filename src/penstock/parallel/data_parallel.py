@@ -1,16 +1,19 @@
 """Data parallelism around a stage: the only module that depends on DDP, FSDP2 and replicate.
 
-Within a step gradients accumulate locally. They are reduced once, at the stage's REDUCE_GRAD, after
-its last weight gradient, so that the result does not depend on the schedule's order. A step may
-leave them to a later one.
+Within a step gradients accumulate locally. They are reduced once, from the stage's REDUCE_GRAD on,
+after its last weight gradient, so that the result does not depend on the schedule's order. A step
+may leave them to a later one. Reductions and gathers run beside other stages' computations:
 
-    DDP, replicate   ``average_grads``: torch's all-reduce, bucket by bucket
+    UNSHARD ── gather ──┤ F of the stage        W of the stage, REDUCE_GRAD ── reduce ──┤ step's end
+
+    DDP, replicate   ``start_averaging``: torch's all-reduce, bucket by bucket
     FSDP2            FSDP's own reduce-scatter, all-gather and resharding
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import compress
 from typing import Any, TypeVar
 
@@ -22,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock import _torch_compat
 from penstock.errors import StageError
 
-__all__ = ["ReplicaStep", "Replicas", "average_grads", "in_buckets", "replicas_of"]
+__all__ = ["ReplicaStep", "Replicas", "in_buckets", "replicas_of", "start_averaging"]
 
 T = TypeVar("T")
 
@@ -32,10 +35,13 @@ class Replicas:
 
     sharded: bool = False  # if True, ``unshard`` must gather parameters
     groups: Sequence[dist.ProcessGroup] = ()  # of reductions and gathers, once a step has begun
+    shares_params = False  # with other modules, which may add to gradients under reduction
 
     def __init__(self, parts: Sequence[Replicas] = ()) -> None:
         self._parts = parts
+        self._waits: list[Callable[[], object]] = []  # for gathers and reductions under way
         self.sharded = any(part.sharded for part in parts)
+        self.shares_params = any(part.shares_params for part in parts)
 
     @property
     def is_synced(self) -> bool:
@@ -43,7 +49,7 @@ class Replicas:
         return all(part.is_synced for part in self._parts)
 
     def begin(self, *, reduces: bool = True) -> None:
-        """Begin a step: suspend reductions until ``reduce_grads``, or to a later step's."""
+        """Begin a step: suspend reductions until ``start_reduction``, or to a later step's."""
         for part in self._parts:
             part.begin(reduces=reduces)
         self.groups = [group for part in self._parts for group in part.groups]
@@ -58,18 +64,33 @@ class Replicas:
         for part in self._parts:
             part.end_weight_grad()
 
-    def reduce_grads(self) -> None:
-        """Average the gradients over the replicas, once per step, unless a later one does."""
+    def start_reduction(self) -> None:
+        """Start to average the gradients over the replicas, unless a later step does."""
         for part in self._parts:
-            part.reduce_grads()
+            part.start_reduction()
+            if part.shares_params:
+                part.wait()
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a gather or a reduction is to be waited for."""
+        return bool(self._waits) or any(part.is_busy for part in self._parts)
+
+    def wait(self) -> None:
+        """Wait for gathers and reductions: before a computation on the module, and at the end."""
+        for part in self._parts:
+            part.wait()
+        while self._waits:
+            self._waits.pop(0)()
 
     def end(self) -> None:
         """End the step, complete or failed, and restore the module."""
+        self._waits.clear()
         for part in self._parts:
             part.end()
 
     def unshard(self) -> None:
-        """All-gather sharded parameters."""
+        """Start to all-gather sharded parameters."""
         for part in self._parts:
             part.unshard()
 
@@ -79,33 +100,43 @@ class Replicas:
             part.reshard()
 
 
-def replicas_of(module: nn.Module) -> Replicas | None:
+def replicas_of(module: nn.Module, shared: Collection[int] = ()) -> Replicas | None:
     """Find the replication or sharding of ``module`` or its submodules; None without any.
+
+    Args:
+        module: the module of a stage.
+        shared: the ids of parameters that several modules hold.
 
     Raises:
         StageError: a wrapper is unsupported: FSDP1, or DDP with mixed precision.
     """
-    found = _find(module)
-    return Replicas(found) if len(found) > 1 else next(iter(found), None)
+    found = list(_find(module, shared))
+    return Replicas(found) if found else None
 
 
-def _find(module: nn.Module) -> list[Replicas]:
+def _find(module: nn.Module, shared: Collection[int]) -> Iterator[Replicas]:
     """Find the outermost wrappers in ``module``, itself included."""
-    if _torch_compat.is_fsdp(module):
-        return [_Fsdp(module)]
     if _torch_compat.is_fsdp1(module):
         raise StageError(
             "a stage is wrapped in FullyShardedDataParallel (FSDP1), which reduces gradients after "
             "each backward; use torch.distributed.fsdp.fully_shard instead"
         )
-    if isinstance(module, DistributedDataParallel) and module.mixed_precision is not None:
+    is_ddp = isinstance(module, DistributedDataParallel)
+    if is_ddp and module.mixed_precision is not None:
         raise StageError(
             "a stage is wrapped in DDP with mixed_precision=, which casts gradients as each "
             "backward reduces them; use torch.autocast, or fully_shard's MixedPrecisionPolicy"
         )
-    if _torch_compat.is_composable_ddp(module) or isinstance(module, DistributedDataParallel):
-        return [_Ddp(module)]
-    return [each for child in module.children() for each in _find(child)]
+    kind: type[_Ddp | _Fsdp] | None = _Fsdp if _torch_compat.is_fsdp(module) else None
+    if kind is None and (is_ddp or _torch_compat.is_composable_ddp(module)):
+        kind = _Ddp
+    if kind is not None:
+        found = kind(module)
+        found.shares_params = any(id(param) in shared for param in module.parameters())
+        yield found
+        return
+    for child in module.children():
+        yield from _find(child, shared)
 
 
 class _Ddp(Replicas):
@@ -152,13 +183,15 @@ class _Ddp(Replicas):
         if self._shares_buffers:
             _torch_compat.broadcast_ddp_buffers(self._ddp)
 
-    def reduce_grads(self) -> None:
+    def start_reduction(self) -> None:
+        self.wait()  # of a module on two stages
         if self._reduces:
-            params = _torch_compat.ddp_parameters(self._ddp)
-            average_grads(params, self._ddp.process_group, self._ddp.bucket_bytes_cap)
+            params, ddp = _torch_compat.ddp_parameters(self._ddp), self._ddp
+            self._waits += start_averaging(params, ddp.process_group, ddp.bucket_bytes_cap)
 
     def end(self) -> None:
         """Leave DDP in the state that its own forwards and backwards would."""
+        super().end()
         if self._is_composable:
             self._module.set_requires_gradient_sync(self._synced)
         if self._ddp is not None:
@@ -184,8 +217,11 @@ class _Fsdp(Replicas):
         self._set_sync(False)
 
     def unshard(self) -> None:
+        self.wait()  # of a module on two stages
         for module in filter(_torch_compat.is_fsdp, self._root.modules()):
-            module.unshard()
+            handle = module.unshard(async_op=True)
+            assert handle is not None
+            self._waits.append(handle.wait)
 
     def reshard(self) -> None:
         for module in filter(_torch_compat.is_fsdp, self._root.modules()):
@@ -195,12 +231,21 @@ class _Fsdp(Replicas):
         # Adds the gradients, in the parameters' dtype, to sums in the dtype of the reduction.
         _torch_compat.fsdp_finish_backward(self._root)
 
-    def reduce_grads(self) -> None:
+    def start_reduction(self) -> None:
         if self._reduces:
-            self._set_sync(True)
+            self._root.set_requires_gradient_sync(True)
             self.end_weight_grad()
+            self._root.set_requires_gradient_sync(False)
+            self._waits.append(self._end_reduction)
+
+    def _end_reduction(self) -> None:
+        self._root.set_is_last_backward(True)  # at whose end FSDP waits
+        _torch_compat.fsdp_finish_backward(self._root, is_reduced=True)
+        self._root.set_is_last_backward(False)
 
     def end(self) -> None:
+        super().end()
+        _torch_compat.fsdp_drop_gathers(self._root)
         self._set_sync(True)
         # An evaluation has no backward to reshard the parameters, but gradients and the optimizer
         # belong to the shards.
@@ -212,10 +257,10 @@ class _Fsdp(Replicas):
         self._root.set_requires_gradient_sync(synced)
 
 
-def average_grads(
+def start_averaging(
     params: Sequence[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: int
-) -> None:
-    """Average gradients over replicas, in place, by coalesced all-reduces.
+) -> list[Callable[[], object]]:
+    """Start to average gradients over replicas, in place, by coalesced all-reduces.
 
     A gradient that is missing on all ranks stays None; one that is missing on some counts as zero
     there.
@@ -225,17 +270,21 @@ def average_grads(
         group: the process group of the replicas.
         bucket_bytes: the number of bytes of gradients per all-reduce.
 
+    Returns:
+        The waits after which the gradients are averages, in order.
+
     Raises:
         StageError: a gradient is sparse.
     """
     if not params:
-        return
+        return []
     here = [param.grad is not None for param in params]
-    counts = torch.ones(len(params), dtype=torch.int32, device=params[0].device)
+    counts = torch.tensor(here, dtype=torch.int32, device=params[0].device)
+    counted = group.allreduce([counts])
+    # Not read if all are here, so that the host does not wait.
     if not all(here):
-        counts = torch.tensor(here, dtype=torch.int32, device=params[0].device)
-    dist.all_reduce(counts, group=group)
-    # Not read if all are here, so that the host does not synchronize with the device.
+        counted.wait()
+    waits: list[Callable[[], object]] = [counted.wait]
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for param in params if all(here) else compress(params, counts.tolist()):
         if param.grad is None:
@@ -248,16 +297,18 @@ def average_grads(
         # Divided before the sum, as in DDP, since a float16 sum may overflow.
         grad = param.grad.div_(group.size())
         kinds.setdefault((grad.dtype, grad.device), []).append(grad)
-    reduced = []
     for grads in kinds.values():
         for bucket in in_buckets(grads, lambda grad: grad.nbytes, bucket_bytes):
             wires = [grad.contiguous() for grad in bucket]
-            reduced.append((group.allreduce_coalesced(wires), bucket, wires))
-    for work, bucket, wires in reduced:
-        work.wait()
-        for grad, wire in zip(bucket, wires, strict=True):
-            if wire is not grad:
-                grad.copy_(wire)
+            waits.append(partial(_finish, group.allreduce_coalesced(wires), bucket, wires))
+    return waits
+
+
+def _finish(work: dist.Work, grads: Sequence[Tensor], wires: Sequence[Tensor]) -> None:
+    work.wait()
+    for grad, wire in zip(grads, wires, strict=True):
+        if wire is not grad:
+            grad.copy_(wire)
 
 
 def in_buckets(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
@@ -307,6 +358,7 @@ class ReplicaStep:
         replicas, self._replicas, self.due = self._replicas or Replicas(), None, False
         try:
             if reduce:
-                replicas.reduce_grads()
+                replicas.start_reduction()
+                replicas.wait()
         finally:
             replicas.end()

@@ -6,9 +6,11 @@ Depending on its transports, an engine runs one rank of a distributed pipeline, 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -255,7 +257,10 @@ class Engine:
         if wrapped != self._wrapped:
             # A module used by two stages (one per direction) is wrapped once.
             modules = dict.fromkeys(stage.submod for stage in self.stages.values())
-            found = {module: replicas_of(module) for module in modules}
+            params = (module.named_parameters(remove_duplicate=False) for module in modules)
+            counts = Counter(id(param) for _, param in chain.from_iterable(params))
+            shared = {each for each, count in counts.items() if count > 1}
+            found = {module: replicas_of(module, shared) for module in modules}
             self._wrapper_of = {i: found[stage.submod] for i, stage in self.stages.items()}
             was_sharded = self._replicas.sharded
             self._replicas = Replicas([each for each in found.values() if each is not None])
@@ -275,6 +280,8 @@ class Engine:
                 self._replicas.share_buffers()
             with torch.set_grad_enabled(bound.train):
                 bound.run()
+            with self._transport.waiting_for_replicas():
+                self._replicas.wait()
             self._transport.drain()
         finally:
             self._replicas.end()

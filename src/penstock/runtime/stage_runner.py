@@ -268,6 +268,7 @@ class StageRunner:
 
     def _run(self, state: MicrobatchState, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the module, with the random stream and the sequence's state of the microbatch."""
+        self._await_replicas()
         mb, rng = state.microbatch, self.rng if is_grad_enabled() else None
         if state.in_sequence:
             before = self._states[mb - 1].sequence if mb % self._num_splits else None
@@ -357,12 +358,14 @@ class StageRunner:
         self._run_backward(state, self.stage.input_grad)
 
     def _weight_grad(self, state: MicrobatchState) -> None:
+        self._await_replicas()
         self.stage.weight_grad(state)
         self._drop_held(state)
         if self.replicas is not None:
             self.replicas.end_weight_grad()
 
     def _run_backward(self, state: MicrobatchState, run: Callable[..., None]) -> None:
+        self._await_replicas()
         grads: Sequence[Tensor | None] = state.received_grads
         state.received_grads = None
         if self._dual_streams is not None:
@@ -388,11 +391,15 @@ class StageRunner:
             with self._transport.waiting_for_replicas():
                 act(self.replicas)
 
+    def _await_replicas(self) -> None:
+        if self.replicas is not None and self.replicas.is_busy:
+            self._run_replicas(Replicas.wait)
+
 
 _WHOLE_STAGE: dict[Op, Callable[[Replicas], None]] = {
     Op.UNSHARD: lambda replicas: replicas.unshard(),
     Op.RESHARD: lambda replicas: replicas.reshard(),
-    Op.REDUCE_GRAD: lambda replicas: replicas.reduce_grads(),
+    Op.REDUCE_GRAD: lambda replicas: replicas.start_reduction(),
 }
 # Functions, since bound methods in a runner would form reference cycles.
 _HANDLERS: dict[Op, Callable[..., None]] = {

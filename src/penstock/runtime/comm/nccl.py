@@ -18,7 +18,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -69,8 +69,8 @@ class NcclTransport(C10dTransport):
     ) -> None:
         super().__init__(group, device, number, timeout_s)
         self._limit = ()
-        # An event behind each message that the device may still wait for, oldest first.
-        self._device_waits: deque[tuple[tuple[Event], int]] = deque()
+        # An event behind each message or collective that the device may wait for, oldest first.
+        self._device_waits: deque[tuple[tuple[Event], int | Peers]] = deque()
         self._streams = streams_of(device)
         self._last_step: Event = None  # recorded after the last successful step
         self._up: Any = None
@@ -130,14 +130,23 @@ class NcclTransport(C10dTransport):
         self, works: Sequence[Any], tensors: Sequence[Tensor], peer: int
     ) -> Sequence[Tensor]:
         self.wait_for(works, peer)
+        self._mark_device_wait(peer)
+        return tensors
+
+    @contextlib.contextmanager
+    def waiting_for_replicas(self) -> Iterator[None]:
+        with super().waiting_for_replicas():
+            yield
+        self._mark_device_wait(Peers.REPLICAS)
+
+    def _mark_device_wait(self, peer: int | Peers) -> None:
+        """Mark where the device will have passed a wait, at which the host does not stop."""
         streams, waits = self._streams, self._device_waits
         if streams is not None:
-            # The host does not wait: after this event the device has passed the message.
             is_over = bool(waits) and streams.is_over(waits[0][0][0])
             event = waits.popleft()[0][0] if is_over else streams.event()
             streams.mark(event, streams.current())
             waits.append(((event,), peer))
-        return tensors
 
     def device_wait(self) -> Wait | None:
         streams = self._streams
