@@ -20,7 +20,7 @@ export OMP_NUM_THREADS := 1
 export SCHEDULE RANKS MICROBATCHES
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench browser clean
+.PHONY: help demo test check docs package format bench browser clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -44,6 +44,12 @@ check: browser ## lint, types, import contracts, then the test suite
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q $(PYTEST_ARGS)
 
+docs: $(VENV)/.dev-installed ## build the site: site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+package: $(VENV)/.build-installed ## build wheel and sdist, and try both in a bare environment
+	.ci/package $(BIN)/python $(PIP_ARGS)
+
 format: $(VENV)/.dev-installed ## format the code
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
@@ -55,7 +61,7 @@ browser: $(VENV)/.dev-installed ## get a Chromium for the browser tests, where t
 	@.ci/browser $(BIN)/python
 
 clean: ## remove the environment, caches and what runs left
-	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) runs build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # The build tools are installed first, so that they are the pinned ones too and no other
 # environment has to be made for the build.
@@ -63,7 +69,7 @@ $(VENV)/.build-installed: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "$(PYTHON) is too old: Penstock needs Python 3.11 or newer; PYTHON=python3.12 make ..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) hatchling editables
+	$(PIP) build hatchling editables
 	@touch $@
 
 $(VENV)/.demo-installed: pyproject.toml $(VENV)/.build-installed

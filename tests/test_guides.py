@@ -18,7 +18,7 @@ from penstock.schedule import registry
 from penstock.testing.processes import run_ranks
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def python_of(page: Path) -> str:
@@ -128,6 +128,13 @@ def test_every_schedule_has_its_section() -> None:
     formulas = page.partition("## Formulas")[2].partition("## ")[0]
     rows = " ".join(re.findall(r"^\| ([a-z0-9][^|]*) \|", formulas, re.M))
     assert {each.name for each in penstock.schedules()} <= set(re.split("[ ,]+", rows))
+
+
+def test_every_public_name_has_its_entry_in_the_reference() -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    entries = re.findall(r"^::: penstock\.(?:\w+\.)*(\w+)$", pages, re.M)
+    assert set(penstock.__all__) <= set(entries)
+    assert len(entries) == len(set(entries))
 
 
 def test_the_state_of_cuda_stands_in_the_first_screen() -> None:

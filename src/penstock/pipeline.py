@@ -91,7 +91,7 @@ class Pipeline(ModelState):
         PartitionError: the model can't be split as requested.
         ScheduleError: ranks, stages and microbatches do not fit the schedule.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> pipe = Pipeline(model, loss_fn=nn.functional.mse_loss, n_microbatches=2, ranks=2)
         >>> loss = pipe.step(torch.ones(4, 4), target=torch.zeros(4, 2))

@@ -129,7 +129,7 @@ def over_limit(peaks: Sequence[float], limit: float | None) -> str | None:
 def per_rank(values: tuple[float, ...], *, most: int = 80) -> str:
     """Format one number per rank; those of many ranks, or longer than ``most``, as a range.
 
-    Example:
+    Examples:
         >>> per_rank((4, 3, 2, 1)), per_rank((8,) * 16), per_rank((7,) * 15 + (6,))
         ('4,3,2,1', '8 on all', '6 to 7')
     """

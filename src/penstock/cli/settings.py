@@ -209,7 +209,7 @@ _FLAGS |= {"memory_limit": "--memory", "time_limit_s": "--time-limit"}
 def message_of(error: PenstockError) -> str:
     """The message of an error, prefixed with the flag of the parameter at fault.
 
-    Example:
+    Examples:
         >>> message_of(ScheduleError("2 numbers for 4 stages", parameter="reload"))
         '--cost reload: 2 numbers for 4 stages'
     """

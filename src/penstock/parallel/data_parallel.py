@@ -314,7 +314,7 @@ def _finish(work: dist.Work, grads: Sequence[Tensor], wires: Sequence[Tensor]) -
 def in_buckets(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
     """Group consecutive items into lists of total size at most ``limit``, or of one item.
 
-    Example:
+    Examples:
         >>> list(in_buckets([3, 4, 9, 1], int, 8))
         [[3, 4], [9], [1]]
     """

@@ -68,7 +68,7 @@ class Plan:
         PartitionError: there is no stage, an empty stage, a name given twice, or the number of
             costs is not the number of stages.
 
-    Example:
+    Examples:
         >>> plan = Plan(stages=(("embed", "layers.0"), ("layers.1", "head")), model="Transformer")
         >>> plan.num_stages
         2
@@ -134,7 +134,7 @@ class Plan:
         Raises:
             PartitionError: the model lacks a name, or no stage holds a parameter.
 
-        Example:
+        Examples:
             >>> from torch import nn
             >>> Plan(stages=(("0",), ("1",))).check(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
         """
@@ -316,7 +316,7 @@ def prefixes(name: str) -> Iterator[str]:
 def split_by_counts(items: Iterable[T], counts: Sequence[int]) -> list[list[T]]:
     """Split items into consecutive groups of the given sizes.
 
-    Example:
+    Examples:
         >>> split_by_counts("abcde", [2, 3])
         [['a', 'b'], ['c', 'd', 'e']]
     """
@@ -346,7 +346,7 @@ def abbreviate(names: Sequence[str], most: int = 6) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint for an error about an unknown name; empty without a similar known name.
 
-    Example:
+    Examples:
         >>> did_you_mean("lama", ["llama", "gpt2"])
         ', did you mean llama?'
     """

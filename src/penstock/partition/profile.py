@@ -80,7 +80,7 @@ def profile(
         PartitionError: the model has no blocks to cut between, runs none of its blocks, or its
             output does not require grad.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> costs = profile(model, torch.ones(3, 4), runs=1)
         >>> [block.modules for block in costs.blocks]

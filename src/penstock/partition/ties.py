@@ -58,7 +58,7 @@ def find_ties(modules: Sequence[nn.Module]) -> tuple[dict[int, str], ...]:
     Returns a tie for each, in the order of the first stages' parameters, with the first name that
     each stage has for it.
 
-    Example:
+    Examples:
         >>> embed, head = nn.Embedding(5, 2), nn.Linear(2, 5, bias=False)
         >>> head.weight = embed.weight
         >>> find_ties([embed, nn.Linear(2, 2), head])
@@ -95,7 +95,7 @@ def all_names(ties: Sequence[Tie], stage: int, name: str) -> list[str]:
 def first_name(ties: Sequence[Tie], stage: int, name: str) -> str:
     """The plain model's name of a stage's parameter: for a tied one, the name in its first stage.
 
-    Example:
+    Examples:
         >>> ties = [{0: "embed", 3: "head"}]
         >>> first_name(ties, 3, "head.weight"), first_name(ties, 2, "norm.weight")
         ('embed.weight', 'norm.weight')

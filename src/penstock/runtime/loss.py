@@ -63,7 +63,7 @@ class LossHead:
 def needs_target(loss_fn: LossFn | None) -> bool:
     """True if ``loss_fn`` requires a target.
 
-    Example:
+    Examples:
         >>> needs_target(lambda output: output.loss)
         False
     """

@@ -36,7 +36,7 @@ __all__ += ["sum_reducer"]
 class TensorChunkSpec:
     """The dimension along which a tensor is split into microbatches.
 
-    Example:
+    Examples:
         >>> TensorChunkSpec.from_tuple((0, 1))
         (TensorChunkSpec(0), TensorChunkSpec(1))
     """
@@ -217,7 +217,8 @@ def split_args_kwargs_into_chunks(
     """Split a call's arguments into microbatches.
 
     Args:
-        args, kwargs: the arguments; any trees of tensors and values (see the module's table).
+        args: the positional arguments; any trees of tensors and values (see the module's table).
+        kwargs: the keyword arguments, likewise.
         chunks: number of microbatches.
         args_chunk_spec: per argument its ``TensorChunkSpec``, or a tree of them that begins like
             it; where that is None, the value is given to every microbatch as it is. Without a
@@ -232,7 +233,7 @@ def split_args_kwargs_into_chunks(
     Raises:
         ValueError: a tensor has fewer rows than there are microbatches, or a spec does not fit.
 
-    Example:
+    Examples:
         >>> args, kwargs = split_args_kwargs_into_chunks((torch.arange(5),), {"scale": 2}, 2)
         >>> args, kwargs
         ([(tensor([0, 1, 2]),), (tensor([3, 4]),)], [{'scale': 2}, {'scale': 2}])

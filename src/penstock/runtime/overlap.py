@@ -58,7 +58,7 @@ def assign_streams(
 ) -> dict[tuple[int, int | None], int]:
     """The stream (0 or 1) of each stage's microbatches, from one process's steps in order.
 
-    Example:
+    Examples:
         >>> from penstock.schedule.registry import build
         >>> program = build("dualpipev", ranks=1, microbatches=2)
         >>> assign_streams(program.ranks[0], program.placement)

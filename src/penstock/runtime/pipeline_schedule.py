@@ -143,14 +143,15 @@ class PipelineSchedule:
         """The indices of a rank's stages, for making its ``PipelineStage``s.
 
         Args:
-            rank, num_ranks: the rank, and the number of ranks; of the default group if None.
+            rank: the rank; in the default group if None.
+            num_ranks: the number of ranks; of the default group if None.
             virtual: stages per rank (in each direction); the schedule's default if None.
 
         Raises:
             ScheduleError: the schedule does not work with so many ranks or stages per rank, or
                 the class runs any program.
 
-        Example:
+        Examples:
             >>> from penstock import ScheduleDualPipe, ScheduleInterleaved1F1B
             >>> ScheduleInterleaved1F1B.stage_ids(1, num_ranks=4)
             (1, 5)

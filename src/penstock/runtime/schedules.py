@@ -264,7 +264,7 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
     Raises:
         ScheduleError: no schedule has this name.
 
-    Example:
+    Examples:
         >>> get_schedule_class("1f1b").__name__
         'Schedule1F1B'
     """

@@ -43,7 +43,7 @@ def shape_ids(
 ) -> list[int]:
     """Per microbatch the id of its inputs' shapes, under the ids of all ranks' conditions.
 
-    Example:
+    Examples:
         >>> short, long = (torch.ones(3),), (torch.ones(5),)
         >>> one, other, again = shape_ids([short, long, short], [{}] * 3, [0], 0)
         >>> one == again, one == other

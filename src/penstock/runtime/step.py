@@ -232,7 +232,7 @@ def is_placed(tree: Any) -> bool:
 def moved(tree: _Tree, device: torch.device) -> _Tree:
     """Move the tensors of a tree, and objects with a method ``to`` (a packed sequence, a mask).
 
-    Example:
+    Examples:
         >>> moved({"x": torch.ones(2), "scale": 3}, torch.device("meta"))
         {'x': tensor(..., device='meta', size=(2,)), 'scale': 3}
     """

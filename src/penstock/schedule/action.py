@@ -42,7 +42,7 @@ class Action:
         microbatch: index of the microbatch, from 0; None for the operations on a whole stage
             (UNSHARD, RESHARD, REDUCE_GRAD).
 
-    Example:
+    Examples:
         >>> str(Action(stage=2, op=Op.FORWARD, microbatch=3))
         '2F3'
     """

@@ -77,7 +77,7 @@ def check(program: Program, channels: Channels = TWO_WAY) -> CheckedProgram:
         ScheduleError: the program has problems, or is not a ``Program``. The message lists the
             first twenty problems; the error's place is that of the first.
 
-    Example:
+    Examples:
         >>> from penstock.schedule.text import parse_csv
         >>> check(parse_csv("0F0,0B0\\n1F0,1B0\\n")).num_stages
         2

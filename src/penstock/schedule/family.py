@@ -116,7 +116,7 @@ def refuse_option(
 def parse_options(texts: Iterable[str]) -> dict[str, object]:
     """Parse ``name=value`` texts as a schedule's options: numbers, true, false, none, or text.
 
-    Example:
+    Examples:
         >>> parse_options(["group=4", "tail=keep"])
         {'group': 4, 'tail': 'keep'}
     """

@@ -63,7 +63,7 @@ class IndexedProgram:
         queues: for each rank the ids of its steps; ``~i`` stands for overlapped pair i.
         overlapped: for each overlapped pair the ids of its actions.
 
-    Example:
+    Examples:
         >>> from penstock.schedule.text import parse_csv
         >>> indexed = index_program(parse_csv("0F0,0F1\\n1F0,1F1\\n"))
         >>> indexed.queues, str(indexed.action(3)), indexed.required()[1]

@@ -70,7 +70,7 @@ def actions_of(
     """For each rank, the actions of its kinds; microbatches beyond ``microbatches``, and with
     ``full`` backwards weight gradients, are left out.
 
-    Example:
+    Examples:
         >>> from penstock.schedule.placement import linear
         >>> [str(each) for each in actions_of(linear(1), [[0, 0, 1, 2, 1]], microbatches=2)[0]]
         ['0F0', '0F1', '0I0', '0W0', '0I1']
@@ -240,7 +240,7 @@ def list_schedule(
 
     Source: arXiv:2405.15362, sec. 3; arXiv:2401.10241, sec. 3.
 
-    Example:
+    Examples:
         >>> from penstock.schedule.placement import linear
         >>> list_schedule(linear(1), [[0, 1, 0, 1]], limit=2).order
         [[0, 1, 0, 1, 2, 2]]

@@ -48,7 +48,7 @@ _ADDED: dict[str, Family] = {}
 def schedules() -> tuple[Family, ...]:
     """All families: Penstock's own, followed by users' families.
 
-    Example:
+    Examples:
         >>> [each.name for each in schedules()][:3]
         ['forward-only', 'gpipe', '1f1b']
     """
@@ -66,7 +66,7 @@ def family(name: str) -> Family:
     Raises:
         ScheduleError: there is no such family, or ``name`` is not a string.
 
-    Example:
+    Examples:
         >>> family("ScheduleInterleavedZeroBubble").name
         'interleaved-zb'
     """
@@ -103,7 +103,7 @@ def build(
         ScheduleError: the schedule or an option does not exist, or a number is not supported (the
             message gives supported ones).
 
-    Example:
+    Examples:
         >>> program = build("1F1B", ranks=2, microbatches=2)
         >>> " ".join(map(str, program.ranks[0]))
         '0F0 0F1 0B0 0B1'
@@ -244,7 +244,7 @@ def schedule(
         ScheduleError: the name is empty or taken by Penstock, an argument is of a wrong type, or
             the decorated object is not a function of ``ranks`` and ``microbatches``.
 
-    Example:
+    Examples:
         >>> from penstock.schedule.text import parse_csv
         >>> @schedule("doctest-one-rank")
         ... def one_rank(*, ranks, microbatches):

@@ -120,7 +120,7 @@ def parse_csv(
         ScheduleError: a cell is not a step (the message names row and column, from 1), there are no
             steps, the rows are not as many as the ranks, or no placement fits the text.
 
-    Example:
+    Examples:
         >>> program = parse_csv("0F0,,0B0\\n1F0,1B0\\n")
         >>> program.placement.stage_ranks, program.num_microbatches
         ((0, 1), 1)

@@ -52,7 +52,7 @@ def numbers_of(**numbers: int) -> str:
 def runs_of(numbers: Sequence[int]) -> str:
     """Rising numbers as text: the first few runs of consecutive numbers, and a count of the rest.
 
-    Example:
+    Examples:
         >>> runs_of([0, 2, 3]), runs_of(range(0, 100, 2))
         ('0, 2 to 3', '0, 2, 4, 6, 8 and 45 more')
     """

@@ -126,7 +126,7 @@ def search(
             limit, and says if recomputation or offload would help); offload has no cost; numbers,
             costs or placements contradict each other; or OR-Tools is required but not installed.
 
-    Example:
+    Examples:
         >>> found = search(ranks=4, microbatches=8, memory_limit=4, exact=False)
         >>> found.value, found.peak
         (27.0, 4.0)

@@ -70,7 +70,7 @@ def lower_bounds(
     Raises:
         ScheduleError: the costs are for another number of stages.
 
-    Example:
+    Examples:
         >>> from penstock.schedule.placement import linear
         >>> lower_bounds(Costs(), linear(4), microbatches=8)
         LowerBounds(makespan=27.0, span=24.0)

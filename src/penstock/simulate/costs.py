@@ -100,7 +100,7 @@ class Costs:
             sequence; a bandwidth of 0; an edge between stages that are not neighbours, a repeated
             edge, or an edge for a cost that does not concern messages.
 
-    Example:
+    Examples:
         >>> Costs(input_grad=[1, 2], weight_grad=0.5).of(Op.FULL_BACKWARD, num_stages=2)
         (1.5, 2.5)
         >>> slow = Costs(latency={(1, 2): 5})
@@ -246,7 +246,7 @@ def build_for(costs: Costs, name: str, /, *, per_rank: bool = False, **options: 
 
     With ``per_rank``, costs are those of a rank's whole part of the model (``per_stage_costs``).
 
-    Example:
+    Examples:
         >>> build_for(Costs(forward=2), "1f1b", ranks=2, microbatches=4).num_stages
         2
     """
@@ -270,7 +270,7 @@ def costs_divisor(program: Program) -> float:
 
     A rank's part is one P-th of the model: several stages, one, or less if ranks hold copies.
 
-    Example:
+    Examples:
         >>> [costs_divisor(build(name, ranks=4, microbatches=8)) for name in ("zbv", "dualpipe")]
         [2.0, 1.0]
     """

@@ -24,7 +24,7 @@ def program_of(trace: Trace) -> Program:
     Raises:
         ScheduleError: a rank computed nothing, or stages are missing.
 
-    Example:
+    Examples:
         >>> from penstock.schedule.registry import build
         >>> from penstock.simulate.simulation import simulate
         >>> program = build("dualpipev", ranks=2, microbatches=4)

@@ -69,7 +69,7 @@ class StageMemory:
     def of(cls, costs: Costs, num_stages: int) -> StageMemory:
         """The memory given by costs, in their unit.
 
-        Example:
+        Examples:
             >>> memory = StageMemory.of(Costs(activation_bytes=8, weight_grad_bytes=2), 1)
             >>> [memory.change(op, 0) for op in (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)]
             [8.0, -6.0, -2.0]
@@ -170,7 +170,7 @@ def peak_in_flight(program: Program) -> tuple[int, ...]:
     A program without any backward holds an activation for the length of its F only; likewise for a
     recomputed F, whose activation counts again from RECOMPUTE on.
 
-    Example:
+    Examples:
         >>> from penstock.schedule.registry import build
         >>> peak_in_flight(build("1f1b", ranks=4, microbatches=8))
         (4, 3, 2, 1)

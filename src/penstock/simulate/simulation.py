@@ -49,7 +49,7 @@ def simulate(
             action; the costs are for another number of stages; the jitter is not a number ≥ 0; or
             ``program`` or ``costs`` has the wrong type.
 
-    Example:
+    Examples:
         >>> from penstock.schedule.registry import build
         >>> result = simulate(build("gpipe", ranks=4, microbatches=8))
         >>> result.makespan, result.peak_in_flight

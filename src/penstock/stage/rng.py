@@ -36,7 +36,7 @@ def draw_step_seed() -> int:
     A pipeline with ``microbatch_rng=True`` draws one at the beginning of each training step, on
     the first stage's rank.
 
-    Example:
+    Examples:
         >>> _ = torch.manual_seed(0)
         >>> one = draw_step_seed()
         >>> _ = torch.manual_seed(0)
@@ -57,7 +57,7 @@ def microbatch_rng(
         microbatch: its number in the step, from 0.
         device: the model's device, whose generator is seeded and restored.
 
-    Example:
+    Examples:
         >>> dropout = torch.nn.Dropout()
         >>> def masked():
         ...     with microbatch_rng(7, 0):

@@ -31,7 +31,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def plain_name(module: nn.Module, name: str) -> str:
     """The name of a parameter, buffer or submodule of ``module``, without wrappers.
 
-    Example:
+    Examples:
         >>> import torch
         >>> compiled = torch.compile(nn.Linear(1, 1), backend="eager")
         >>> plain_name(nn.Sequential(compiled), "0._orig_mod.weight")

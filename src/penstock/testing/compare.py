@@ -62,17 +62,20 @@ def plain_step(
         model: the model, uncut.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)``, gives a scalar tensor, or
             ``(scalar, metrics)``.
-        args, kwargs, target: the model's inputs and the targets, a whole batch, split as the
-            pipeline splits it.
+        args: the model's positional inputs, a whole batch, split as the pipeline splits it.
+        kwargs: its keyword inputs.
+        target: the targets.
         n_microbatches: the number of microbatches; not needed with ready microbatches.
-        arg_mbs, kwarg_mbs, target_mbs: ready microbatches, instead of a batch to split.
+        arg_mbs: ready microbatches, instead of a batch to split.
+        kwarg_mbs: their keyword inputs.
+        target_mbs: their targets.
         loss_kwargs: keyword arguments of the loss function.
         scale_grads: whether each loss is divided by the number of microbatches.
 
     Raises:
         ValueError: neither the number of microbatches nor a list of them is given.
 
-    Example:
+    Examples:
         >>> from torch import nn
         >>> model = nn.Linear(2, 1, bias=False)
         >>> inputs, target = torch.ones(4, 2), torch.zeros(4, 1)
@@ -133,7 +136,7 @@ def snapshot(source: Any) -> Snapshot:
     Args:
         source: an object with ``named_parameters()`` and ``named_buffers()``.
 
-    Example:
+    Examples:
         >>> from torch import nn
         >>> snapshot(nn.Linear(1, 1)).grads
         {'weight': None, 'bias': None}
@@ -177,7 +180,7 @@ def assert_same(
     Raises:
         AssertionError: they differ; all differences are listed.
 
-    Example:
+    Examples:
         >>> from torch import nn
         >>> model = nn.Linear(1, 1)
         >>> before = snapshot(model)

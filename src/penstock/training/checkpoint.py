@@ -92,7 +92,7 @@ def save(
             in common, or ranks give other paths; on every rank, and nothing was written.
         OSError: some rank could not write; on every rank. The previous checkpoint remains.
 
-    Example:
+    Examples:
         >>> from tempfile import TemporaryDirectory
         >>> model = nn.Linear(2, 2)
         >>> with TemporaryDirectory() as folder:
@@ -159,7 +159,7 @@ def load(
             one group now; on every rank, and nothing was overwritten, but for damage that only
             reading finds.
 
-    Example:
+    Examples:
         >>> from tempfile import TemporaryDirectory
         >>> trained, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
         >>> with TemporaryDirectory() as folder:
@@ -220,7 +220,7 @@ def load_optimizer_state(
             of this optimizer or has it in another shape; or it has other settings for parameters
             that are one group now. Nothing was overwritten.
 
-    Example:
+    Examples:
         >>> plain, layer = nn.Linear(2, 2), nn.Linear(2, 2)
         >>> state = torch.optim.SGD(plain.parameters(), lr=0.5).state_dict()
         >>> sgd = torch.optim.SGD(layer.parameters(), lr=1.0)
@@ -273,7 +273,7 @@ def optimizer_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str,
     Raises:
         PartitionError: the optimizer has a parameter that the model has not.
 
-    Example:
+    Examples:
         >>> layer = nn.Linear(1, 1, bias=False)
         >>> sgd = torch.optim.SGD(layer.parameters(), lr=0.5)
         >>> optimizer_state(layer, sgd)["param_groups.weight.lr"]

@@ -62,7 +62,7 @@ def clip_grad_norm_(
             the processes.
         StageError: the total norm is not finite with ``error_if_nonfinite``; on every rank.
 
-    Example:
+    Examples:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> weight.grad = torch.tensor([3.0, 4.0])
         >>> clip_grad_norm_([weight], 1.0), weight.grad

@@ -79,7 +79,7 @@ def save_page(
         names: names of the two steps.
         title: title of the page; the schedule's name if None.
 
-    Example:
+    Examples:
         >>> from tempfile import TemporaryDirectory
         >>> from penstock import build, simulate
         >>> step = simulate(build("zbv", ranks=2, microbatches=4))

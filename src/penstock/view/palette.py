@@ -67,7 +67,7 @@ def _channels(colour: str) -> list[int]:
 def shade(colour: str, step: int, num_steps: int) -> str:
     """The shade of ``#rrggbb`` for one of several stages of a rank, darkest for the first.
 
-    Example:
+    Examples:
         >>> shade("#808080", 0, 1), shade("#808080", 0, 2), shade("#808080", 1, 2)
         ('#808080', '#636363', '#b0b0b0')
     """
@@ -103,7 +103,7 @@ def ink(colour: str) -> str:
 def amount(value: float) -> str:
     """Format an amount with four digits, and a unit prefix from a million on.
 
-    Example:
+    Examples:
         >>> amount(8), amount(0.12345), amount(1536), amount(3.2e9)
         ('8', '0.1235', '1536', '3.2 G')
     """

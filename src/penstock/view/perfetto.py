@@ -41,7 +41,7 @@ def to_perfetto(trace: Trace) -> str:
     Raises:
         ScheduleError: the trace has another unit.
 
-    Example:
+    Examples:
         >>> from penstock.schedule.action import Op, action
         >>> span = Span(rank=0, action=action(0, Op.FORWARD, 3), start=1.0, end=2.0)
         >>> text = to_perfetto(Trace(name="1f1b", num_ranks=1, unit="1", spans=(span,)))
@@ -68,7 +68,7 @@ def from_perfetto(text: str) -> Trace:
     Raises:
         ScheduleError: not JSON, or JSON that ``to_perfetto`` did not write.
 
-    Example:
+    Examples:
         >>> trace = Trace(name="1f1b", num_ranks=2, unit="s", spans=())
         >>> from_perfetto(to_perfetto(trace)) == trace
         True

@@ -58,7 +58,7 @@ def draw(
         PenstockError: Matplotlib is not installed.
         ValueError: no trace, traces in several units, or not one title per trace.
 
-    Example:
+    Examples:
         >>> from tempfile import TemporaryDirectory
         >>> trace = Trace(name="none yet", num_ranks=2, unit="s", spans=())
         >>> with TemporaryDirectory() as folder:

@@ -48,7 +48,7 @@ def to_text(trace: Trace, *, width: int = 120) -> str:
     Raises:
         ValueError: ``width`` is too small.
 
-    Example:
+    Examples:
         >>> from penstock.schedule.action import Op, action
         >>> spans = (
         ...     Span(rank=0, action=action(0, Op.FORWARD, 0), start=0, end=1),

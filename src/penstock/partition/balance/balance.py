@@ -188,7 +188,7 @@ def balance(
         PartitionError: there are more stages than blocks, or no split fits the memory limit; the
             message gives the smallest feasible limit.
 
-    Example:
+    Examples:
         >>> balance([3, 1, 1, 1, 1, 5], 3).counts
         (2, 3, 1)
         >>> balance([3, 1, 1, 1, 1, 5], 2).bottleneck_s

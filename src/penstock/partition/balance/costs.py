@@ -85,7 +85,7 @@ class BlockCosts:
     Raises:
         PartitionError: a cost is negative, infinite or not a number.
 
-    Example:
+    Examples:
         >>> BlockCosts(forward_s=1.0, input_grad_s=1.0, weight_grad_s=0.5).time_s
         2.5
     """
@@ -160,7 +160,7 @@ class Profile:
         Raises:
             PartitionError: the counts do not add up to the blocks, or the blocks have no names.
 
-        Example:
+        Examples:
             >>> blocks = [BlockCosts(modules=(name,), forward_s=1.0) for name in "abc"]
             >>> Profile(blocks=blocks).plan([1, 2]).stages
             (('a',), ('b', 'c'))
@@ -252,7 +252,7 @@ def repeat_layers(measured: Profile, trunks: Mapping[str, Sequence[str]]) -> Pro
     Raises:
         PartitionError: the profile has fewer than three layers of a trunk.
 
-    Example:
+    Examples:
         >>> blocks = [BlockCosts(modules=(f"h.{i}",), forward_s=i) for i in range(3)]
         >>> long = repeat_layers(Profile(blocks=blocks), {"h": [f"h.{i}" for i in range(5)]})
         >>> [(block.name, block.forward_s) for block in long.blocks]

@@ -41,7 +41,7 @@ class Layout:
     Raises:
         PartitionError: an empty stage, an unknown letter, or letters out of order.
 
-    Example:
+    Examples:
         >>> layout = Layout.parse("Et*3|(tt|)*2,m|L")
         >>> layout.stages
         ('Ettt', 'tt', 'tt', 'm', 'L')

@@ -47,7 +47,7 @@ def pipe_split() -> None:
 
     It does nothing except in a model that ``pipeline`` captures.
 
-    Example:
+    Examples:
         >>> class Net(nn.Module):
         ...     def forward(self, x):
         ...         x = x * 2

@@ -56,7 +56,8 @@ class Pipe(nn.Module):
     Args:
         split_gm: a graph that runs the stages ``submod_pp_0``, ``submod_pp_1``, … in turn.
         num_stages: the number of stages.
-        has_loss_and_backward, loss_spec: accepted for compatibility.
+        has_loss_and_backward: accepted for compatibility.
+        loss_spec: likewise.
 
     Attributes:
         shared: for each parameter shared by several stages (such as embedding and head), its name
@@ -166,7 +167,7 @@ def pipeline(
     Raises:
         PartitionError: the model can't be captured, or can't be cut at these places.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> pipe = pipeline(model, (torch.ones(2, 4),), split_spec={"1": SplitPoint.END})
         >>> pipe

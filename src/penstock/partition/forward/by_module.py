@@ -81,7 +81,7 @@ def split_by_module(
         PartitionError: a name is unknown, a stage empty, or a parameter left over.
         NotByModule: the model's forward can't run on several stages cut this way.
 
-    Example:
+    Examples:
         >>> class Net(nn.Module):
         ...     def __init__(self):
         ...         super().__init__()

@@ -214,7 +214,7 @@ def pairs_of(rank: int, peers: Iterable[int]) -> list[tuple[int, int]]:
         distance 1   0-1   2-3   4-5       1-2   3-4
         distance 2   0-2   1-3   4-6       2-4   3-5
 
-    Example:
+    Examples:
         >>> pairs_of(2, [0, 1, 3, 4])
         [(2, 3), (1, 2), (0, 2), (2, 4)]
     """

@@ -53,7 +53,7 @@ def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Progr
     Raises:
         ScheduleError: the program already has transfers, or ``check`` finds problems.
 
-    Example:
+    Examples:
         >>> from penstock.schedule.text import format_csv, parse_csv
         >>> print(format_csv(insert_transfers(parse_csv("0F0,0B0\\n1F0,1B0\\n"))), end="")
         0RECV_B0,0F0,0SEND_F0,0B0

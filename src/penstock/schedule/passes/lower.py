@@ -49,7 +49,7 @@ def lower(
     Raises:
         ScheduleError: ``check`` finds problems in a program without transfers.
 
-    Example:
+    Examples:
         >>> from penstock.schedule.text import format_csv, parse_csv
         >>> print(format_csv(lower(parse_csv("0F0,0B0\\n1F0,1B0\\n"))), end="")
         0RECV_B0,0F0,0SEND_F0,0B0,0REDUCE_GRAD
