@@ -93,6 +93,11 @@ __all__ += ["ScheduleError", "StageError"]
 
 # module → its public names. Type checkers read the imports above instead.
 _NAMES = {
+    "penstock.compat.actions": (
+        "ComputationType TorchAction get_schedule_ops FORWARD BACKWARD_INPUT BACKWARD_WEIGHT "
+        "UNSHARD RESHARD SEND_F RECV_F SEND_B RECV_B WAIT_SEND_F WAIT_SEND_B FULL_BACKWARD "
+        "OVERLAP_F_B REDUCE_GRAD WAIT_REDUCE_GRAD"
+    ),
     "penstock.compat.stage": "PipelineStage PipelineStageInfo TracedStage build_stage",
     "penstock.errors": (
         "PenstockError ScheduleError PartitionError StageError BoundaryError PeerError "
@@ -133,7 +138,8 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 
 # Names that users import although torch gives them a leading underscore.
 _OF_TORCH = {
-    "OVERLAP_F_B": "Overlap",
+    "_Action": "TorchAction",
+    "_ComputationType": "ComputationType",
     "_CustomReducer": "Reducer",
     "_PipelineSchedule": "PipelineSchedule",
     "_PipelineScheduleRuntime": "PipelineScheduleRuntime",

@@ -412,6 +412,31 @@ def test_ranks_agree_where_only_some_are_sharded() -> None:
         assert all(outcome.result())
 
 
+def leave_unsharded(rank: int, num_ranks: int) -> list[bool]:
+    """A program from a file whose stages are unsharded at its end, as torch's are."""
+    pipeline, replicas = make_meshes()
+    schedule, modules = make_schedule("zbv", "fsdp", pipeline, replicas)
+    params = [p for module in modules for p in module.parameters()]
+    run_step(schedule, 0, pipeline, replicas)
+    expected = [whole(p.grad) for p in params]
+    rows = [[str(act) for act in row] for row in schedule.pipeline_order_with_comms.values()]
+    for row in rows:
+        last = max(i for i, text in enumerate(row) if text.endswith("UNSHARD"))
+        row[last:] = [text for text in row[last:] if not text.endswith("RESHARD")]
+    schedule.pipeline_order_with_comms = dict(enumerate(rows))
+    for module in modules:
+        module.zero_grad()
+    run_step(schedule, 0, pipeline, replicas)
+    assert str(schedule.pipeline_order_with_comms[rank // 2]) == f"[{', '.join(rows[rank // 2])}]"
+    same = [torch.equal(whole(p.grad), grad) for p, grad in zip(params, expected, strict=True)]
+    return [*same, all(hasattr(p, "placements") for m in modules for p in m.parameters())]
+
+
+def test_stages_that_a_program_leaves_unsharded_are_resharded_at_its_end() -> None:
+    for outcome in run_ranks(leave_unsharded, 4):
+        assert all(outcome.result())
+
+
 def shard_around_a_class(rank: int, num_ranks: int) -> list[str]:
     """The parameters that a step leaves without the plain loop's gradient."""
     mesh = init_device_mesh("cpu", (num_ranks, 1), mesh_dim_names=("replica", "stage"))

@@ -160,12 +160,11 @@ def _shards(program: Program) -> bool:
         kinds = [a.op for a in acts if a.op in COMPUTE or a.op in (Op.UNSHARD, Op.RESHARD)]
         text = "".join("." if op in COMPUTE else op.value[0] for op in kinds)
         if "U" in text or "R" in text:
-            # U, computation, R, and so on to the end.
-            for piece in text.split("R")[:-1]:
+            # U, computation, R, and so on; the last R may be missing.
+            *pieces, last = text.split("R")
+            for piece in [*pieces, last] if last else pieces:
                 if not piece.startswith("U") or piece.count("U") != 1:
                     return False
-            if not text.endswith("R"):
-                return False
     return True
 
 

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +39,7 @@ from penstock.stage.pytree import map_tensors
 from penstock.stage.stage import MicrobatchState
 from penstock.stage.wrappers import unwrapped
 
-__all__ = ["PipelineStage", "PipelineStageInfo", "TracedStage", "build_stage"]
+__all__ = ["HAND_DRIVEN", "PipelineStage", "PipelineStageInfo", "TracedStage", "build_stage"]
 
 GetMesh = Callable[..., Any]
 ForwardContext = Callable[["PipelineStageInfo"], AbstractContextManager[Any]]
@@ -416,6 +417,13 @@ class PipelineStage(ExchangingStage):
         def __getattr__(self, name: str) -> None:
             raise no_attribute(self, name, OF_STAGE)
 
+
+# The methods that no schedule calls.
+HAND_DRIVEN = tuple(
+    name
+    for name, value in {**vars(ExchangingStage), **vars(PipelineStage)}.items()
+    if isfunction(value) and name[0] != "_" and name not in ("forward", "register_forward_context")
+)
 
 _OF_GRAPH = ("stage_output", "output_grads", "input_values")
 _ARGUMENTS = {"full": _OF_GRAPH, "input": _OF_GRAPH, "weight": ("param_groups",)}

@@ -14,8 +14,6 @@ def _by_name(table: str) -> dict[str, str]:
 
 
 OF_MODULE = _by_name("""
-_Action: penstock.Action, whose parts are stage, op and microbatch
-_ComputationType FORWARD FULL_BACKWARD BACKWARD_INPUT BACKWARD_WEIGHT: penstock.Op
 _PipelineContext: a function of (block, forward, backward) for OVERLAP_F_B
 _batch_p2p _sorted_batch_p2p _wait_batch_p2p: a schedule, which waits by itself
 _add_send_recv _add_unshard_reshard: penstock.ScheduleProgram, which adds sends and gathers
@@ -23,21 +21,17 @@ _add_reduce_grad _merge_bw: penstock.ScheduleProgram, which adds reductions
 _validate_schedule: penstock.check(program)
 _simulate_comms_compute: penstock.simulate(program)
 _format_pipeline_order _dump_chrometrace: penstock.simulate(program) and `penstock render`
-get_schedule_ops visualize_schedule: penstock.simulate(program) and `penstock render`
+visualize_schedule: `penstock render`
 generate_rank_to_stage_mapping: stage_ids() of the schedule's class, or program.placement
 generate_stage_to_rank_mapping: stage_ids() of the schedule's class, or program.placement
 """)
 OF_SCHEDULE = _by_name("""
-_n_microbatches: n_microbatches
-_num_stages: program.num_stages
 _has_backward: has_loss
 _internal_losses _maybe_compute_loss _maybe_get_loss: losses
-_get_pipeline_order: pipeline_order
 _split_inputs: penstock.split_args_kwargs_into_chunks
 _merge_outputs: penstock.merge_chunks
 _initialize_stage _initialize_stages: nothing, since shapes are learned from microbatches
 _step_microbatches: step(arg_mbs=..., kwarg_mbs=..., target_mbs=...)
-_prepare_schedule_with_comms: penstock.check, and ScheduleProgram
 backward_counter fwd_recv_ops bwd_recv_ops unshard_ops unsharded_stages: program and trace()
 number_of_rounds microbatches_per_round: penstock.build("interleaved-1f1b", ..., group=)
 """)

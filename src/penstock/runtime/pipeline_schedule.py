@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.cause import default_group, publishing_errors
-from penstock.compat.stage import PipelineStage
+from penstock.compat.actions import PipelineOrder, order_of, program_of
+from penstock.compat.stage import HAND_DRIVEN, PipelineStage
 from penstock.compat.torch_names import OF_SCHEDULE, no_attribute
 from penstock.errors import ScheduleError, StageError, folds_tracebacks
 from penstock.runtime.comm.agreement import exclusive_step
@@ -23,7 +24,6 @@ from penstock.runtime.config import LossFn, RunConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.overlap import PairFunction
 from penstock.runtime.step import BatchSplitter, StepState
-from penstock.schedule.action import Step
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family
 from penstock.trace import Trace
@@ -37,7 +37,8 @@ _num_made: Counter[str] = Counter()
 class PipelineSchedule:
     """Runs a program over one rank's stages. Subclasses choose the program.
 
-    Several schedules may run over the same stages in turn.
+    A subclass of one's own sets ``pipeline_order``, or overrides ``_get_pipeline_order``. Several
+    schedules may run over the same stages in turn.
 
     Args:
         stages: this rank's stages.
@@ -56,7 +57,8 @@ class PipelineSchedule:
         num_stages, n_local_stages: the numbers of stages in all, and on this rank.
 
     Raises:
-        ScheduleError: stages, ranks and microbatches do not fit the program.
+        ScheduleError: stages, ranks and microbatches do not fit the program, or a class overrides a
+            method that no schedule calls.
         PartitionError: ``shared`` names a stage, module or parameter that does not exist, or
             stages share a layer with running statistics.
     """
@@ -82,6 +84,8 @@ class PipelineSchedule:
     ) -> None:
         self._stages, self._group = stages, group_of(stages)
         self._engine: Engine | None = None
+        # By attribute, the order that replaces the program at its next use.
+        self._orders: dict[str, PipelineOrder] = {}
         self.n_microbatches, self.scale_grads = n_microbatches, scale_grads
         self.has_loss = loss_fn is not None
         self.losses: Tensor | None = None
@@ -89,9 +93,12 @@ class PipelineSchedule:
         # The other ranks may be waiting for this rank in their first step.
         with publishing_errors(self._group):
             _check_stages(stages)
+            _refuse_overrides(type(self), stages)
             self.rank, self.pp_group_size = stages[0].group_rank, stages[0].group_size
             self._is_single_process = is_single_process or self.pp_group_size == 1
             self.num_stages, self.n_local_stages = stages[0].num_stages, len(stages)
+            # Torch's names, for classes that make their own order.
+            self._num_stages, self._n_microbatches = self.num_stages, n_microbatches
             specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
             flags = (scale_grads, backward_requires_autograd)
             self._config = RunConfig(n_microbatches, loss_fn, *specs, *flags, **options)
@@ -115,13 +122,23 @@ class PipelineSchedule:
             engine.run_pairs_by(self._pair_function)
         if self._engine is not None:
             self._engine.close()
-        self._engine = engine
+        self._engine, self._orders = engine, {}
         if group is not None:
             _num_made[group.group_name] += 1
         for stage in stages:
             # Facts of the stages, for other schedules over them and for messages by hand.
             stage.ties = ties
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+
+    def _load_order(self) -> None:
+        """Load the order that was set, or that of the class, if there is one."""
+        order = next(iter(self._orders.values()), None)
+        if not order and self._engine is None:
+            order = self._get_pipeline_order()
+        if order:
+            with publishing_errors(self._group):
+                program = program_of(order, self.n_microbatches, type(self).__name__)
+            self._load(program)
 
     def _build(self) -> Program | None:
         """Build the program of this class's schedule, if any."""
@@ -179,10 +196,12 @@ class PipelineSchedule:
     @property
     def engine(self) -> Engine:
         """Runs the steps; a ScheduleError before a program is loaded."""
-        if self._engine is None:
+        if self._orders or self._engine is None:
+            self._load_order()
+        if self._engine is None or self._orders:
             raise ScheduleError(
-                f"this {type(self).__name__} has no program: take a class of a named schedule, or "
-                "let PipelineScheduleMulti._load_csv(path) read a program"
+                f"this {type(self).__name__} has no program: take a class of a named schedule, set "
+                "pipeline_order, or let PipelineScheduleMulti._load_csv(path) read a program"
             )
         return self._engine
 
@@ -192,9 +211,24 @@ class PipelineSchedule:
         return self.engine.program
 
     @property
-    def pipeline_order(self) -> dict[int, list[Step]]:
-        """The computations of each rank in order, as in torch, without idle time."""
-        return dict(enumerate(map(list, self.engine.requested.ranks)))
+    def pipeline_order(self) -> PipelineOrder:
+        """The computations of each rank in order, as in torch, without idle time.
+
+        An order that is set replaces the program at its next use, and is checked as every program;
+        later changes of it have no effect.
+        """
+        if self._engine is None:
+            self._orders = self._orders or {"pipeline_order": {}}
+        order = self._orders.get("pipeline_order")
+        return order_of(self.engine.requested) if order is None else order
+
+    @pipeline_order.setter
+    def pipeline_order(self, order: PipelineOrder) -> None:
+        self._orders = {"pipeline_order": order}
+
+    def _get_pipeline_order(self) -> PipelineOrder | None:
+        """The order that a subclass makes once it is used; None for the program's."""
+        return None
 
     @property
     def stage_index_to_group_rank(self) -> dict[int, int]:
@@ -307,6 +341,24 @@ def group_of(stages: Sequence[PipelineStage]) -> dist.ProcessGroup | None:
     """The process group of a schedule's stages; the default group for arguments of other types."""
     first = next(iter(stages), None) if isinstance(stages, Sequence) else stages
     return first.group if isinstance(first, PipelineStage) else default_group()
+
+
+def _refuse_overrides(schedule_class: type, stages: Sequence[PipelineStage]) -> None:
+    """Refuse classes that override what no schedule calls, which would have no effect."""
+    if hasattr(schedule_class, "_step_microbatches"):
+        raise ScheduleError(
+            f"{schedule_class.__name__} has a _step_microbatches, which is not called: set "
+            "pipeline_order, or return the order from _get_pipeline_order"
+        )
+    for stage in stages:
+        for name in HAND_DRIVEN:
+            inherited = getattr(type(stage), name) is getattr(PipelineStage, name)
+            if not inherited or name in vars(stage):
+                raise ScheduleError(
+                    f"stage {stage.stage_index} has a {name} of its own, which schedules do not "
+                    "call: use dw_builder=, register_forward_context, or the module's hooks; or "
+                    "drive the stage by hand"
+                )
 
 
 def _check_stages(stages: Sequence[PipelineStage]) -> None:

@@ -13,12 +13,13 @@ import os
 from typing import Any, Literal, cast
 
 from penstock.cause import publishing_errors
+from penstock.compat.actions import PipelineOrder, order_of
 from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError
 from penstock.runtime.config import LossFn
 from penstock.runtime.overlap import PairFunction
 from penstock.runtime.pipeline_schedule import PipelineSchedule, group_of
-from penstock.schedule.action import Overlap, Step
+from penstock.schedule.action import Overlap
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.registry import family
 from penstock.schedule.text import load_csv, save_csv
@@ -72,6 +73,11 @@ class PipelineScheduleMulti(PipelineSchedule):
         flags = (scale_grads, backward_requires_autograd)
         super().__init__(stages, n_microbatches, loss_fn, *specs, *flags, **options)
 
+    def _validate_and_set_stage_mapping(self, actions: PipelineOrder) -> None:
+        """Load the program of an order, checked; a collective call."""
+        self.pipeline_order = actions
+        self._load_order()
+
     def _load_csv(self, filename: str | os.PathLike[str], format: Format = "compute_only") -> None:
         """Load the program of a CSV file; a collective call with the same file on all ranks.
 
@@ -109,9 +115,21 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
         super().__init__(*args, **kwargs)
 
     @property
-    def pipeline_order_with_comms(self) -> dict[int, list[Step]]:
-        """The executed steps of each rank, including sends and receives."""
-        return dict(enumerate(map(list, self.program.ranks)))
+    def pipeline_order_with_comms(self) -> PipelineOrder:
+        """The executed steps of each rank, including sends and receives; may be set, too."""
+        order = self._orders.get("pipeline_order_with_comms")
+        return order_of(self.program) if order is None else order
+
+    @pipeline_order_with_comms.setter
+    def pipeline_order_with_comms(self, order: PipelineOrder) -> None:
+        self._orders = {"pipeline_order_with_comms": order}
+
+    def _prepare_schedule_with_comms(
+        self, actions: PipelineOrder, format: Format = "compute_only"
+    ) -> None:
+        """Load the program of an order; what it lacks (transfers, reductions, gathers) is added."""
+        _check_format(format)
+        self._validate_and_set_stage_mapping(actions)
 
     def _dump_csv(self, filename: str | os.PathLike[str], format: Format = "compute_comms") -> None:
         """Write the program to a CSV file, by default the executed one."""
@@ -136,7 +154,9 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
         """
         if computation_type not in (Overlap, "OVERLAP_F_B"):
             raise ScheduleError(
-                f"{computation_type} can't be given a custom function, only OVERLAP_F_B can"
+                f"{computation_type} can't be given a custom function, only OVERLAP_F_B can; for "
+                "forwards use stage.register_forward_context, for backwards dw_builder= of the "
+                "stage, for gathers and reductions wrap its module"
             )
         try:
             inspect.signature(custom_function).bind("pair", "forward", "backward")

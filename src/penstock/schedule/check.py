@@ -9,7 +9,7 @@ Proven of a checked program:
   directed pair of ranks have them in the same order;
 - all ranks run to their end over the requested channels (``Channels``), each action after its
   prerequisites, even if a send blocks until the matching receive is posted;
-- a sharded stage is unsharded whenever it computes, and resharded at the end;
+- a sharded stage is unsharded whenever it computes (the end of a step reshards it);
 - activations are present when the backward needs them, after recomputation or reload if any;
 - gradients are reduced after the last weight gradient, once, for all stages or for none.
 
@@ -333,11 +333,6 @@ def _state_problems(program: Program) -> Iterator[Problem]:
             wanted, states[key] = _STATES[act.op]
             if state != wanted:
                 yield _at(program, place, f"{act} needs its {what} {wanted}; here they are {state}")
-    for stage, rank in enumerate(program.placement.stage_ranks):
-        if states.get((stage, None)) == "unsharded":
-            text = f"{stage}RESHARD"
-            message = f"stage {stage} is left unsharded; put {text} at the end"
-            yield Problem(rank=rank, step=None, action=text, message=message)
 
 
 def _reduction_problems(program: Program) -> Iterator[Problem]:

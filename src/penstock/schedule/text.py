@@ -1,7 +1,8 @@
 """The text forms of actions and programs: those of torch, and JSON.
 
     step       0F1   3B0   1I2   1W2   2SEND_F0   0UNSHARD   (0F3;1B2)OVERLAP_F_B
-    program    a line per rank, steps separated by commas; empty cells are idle time, and skipped
+    program    a line per rank, steps separated by commas; empty cells are idle time, and skipped,
+               as are torch's waits (0WAIT_SEND_F1, 0WAIT_REDUCE_GRAD): the runtime waits by itself
 
 ``parse(format(p)) == p``; programs are checked by ``penstock.schedule.check``.
 """
@@ -29,6 +30,7 @@ from penstock.schedule.wording import is_count, number_of, runs_of
 __all__ = [
     "format_csv",
     "from_json",
+    "is_wait",
     "load_csv",
     "parse_action",
     "parse_csv",
@@ -40,6 +42,8 @@ __all__ = [
 _OVERLAP = "OVERLAP_F_B"
 _NAMES = {op.value: op for op in Op}
 _ACTION = re.compile(r"([0-9]{1,18})([A-Z](?:[A-Z_]*[A-Z])?)([0-9]{0,18})")
+
+_WAIT = re.compile(r"[0-9]{1,18}WAIT_(SEND_[FB][0-9]{1,18}|REDUCE_GRAD)")
 
 _JSON_FORMAT = "penstock program 1"
 _TEXT = "a text", lambda value: isinstance(value, str)
@@ -81,6 +85,11 @@ def parse_action(text: str) -> Action:
     return action(int(match[1]), op, int(match[3]) if match[3] else None)
 
 
+def is_wait(text: str) -> bool:
+    """True for a wait of torch's files."""
+    return _WAIT.fullmatch(text.strip()) is not None
+
+
 def parse_step(text: str) -> Step:
     """Read one step: an action, or an overlapped pair as ``"(0F3;1B2)OVERLAP_F_B"``.
 
@@ -110,7 +119,7 @@ def parse_csv(
     """Read a program, without checking it.
 
     Args:
-        text: one line per rank, steps separated by commas; empty cells are skipped.
+        text: one line per rank, steps separated by commas; empty cells and waits are skipped.
         num_microbatches: microbatches per step; None for the highest in the text, plus one.
         placement: the rank of every stage; None to infer it from the computations.
         num_splits: sequence chunks per microbatch, which the text does not contain.
@@ -250,12 +259,12 @@ def from_json(text: str) -> Program:
 
 
 def _read_rows(rows: Sequence[Sequence[str]]) -> tuple[tuple[Step, ...], ...]:
-    """The steps of each rank; empty cells are skipped."""
+    """The steps of each rank; empty cells and waits are skipped."""
     ranks = []
     for rank, cells in enumerate(rows):
         steps: list[Step] = []
         for column, cell in enumerate(cells):
-            if not cell or cell.isspace():
+            if not cell or cell.isspace() or is_wait(cell):
                 continue
             try:
                 steps.append(parse_step(cell))
