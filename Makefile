@@ -45,7 +45,7 @@ check: browser ## lint, types, import contracts, then the test suite
 	$(BIN)/pytest -q $(PYTEST_ARGS)
 
 docs: $(VENV)/.dev-installed ## build the site: site/index.html
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 package: $(VENV)/.build-installed ## build wheel and sdist, and try both in a bare environment
 	.ci/package $(BIN)/python $(PIP_ARGS)

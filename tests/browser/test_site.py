@@ -17,12 +17,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A strict build: a link or a reference that leads nowhere fails it."""
+    """A strict build: a link or a reference that leads nowhere fails it. (Not with --quiet, which
+    would silence the warnings that count.)"""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
     return folder
 
 
@@ -59,11 +60,17 @@ def test_an_entry_of_the_api_has_its_parts(site: Path, tab: Tab) -> None:
     assert "n_microbatches: int | None = None" in entry.locator(".doc-signature").first.inner_text()
     assert entry.locator("li", has_text="memory_limit").first.is_visible()
     assert ">>> pipe = Pipeline(" in entry.locator("pre").nth(1).inner_text()
-    assert page.locator("blockquote").count() == 0
     for name in ("Program", "search.engine.search"):
         assert entry.locator(f"a[href='planning.html#penstock.{name}']").first.is_visible()
     entry.locator("a[href='errors.html#penstock.PartitionError']").first.click()
     sync_api.expect(page.locator("[id='penstock.PartitionError']")).to_be_in_viewport()
+
+
+def test_every_example_in_the_reference_is_code(site: Path) -> None:
+    """A heading in a docstring that the reader does not know would make it a quotation."""
+    pages = {path.name: path.read_text() for path in (site / "reference").glob("*.html")}
+    assert [name for name, page in pages.items() if "<blockquote" in page] == []
+    assert sum(page.count("&gt;&gt;&gt;") for page in pages.values()) > 20
 
 
 def test_a_name_in_a_guide_leads_to_its_entry(site: Path, tab: Tab) -> None:

@@ -84,7 +84,7 @@ def analyze_pipeline_activation_liveness(
         ScheduleError: the program is invalid or has no backward, or the rank does not hold these
             stages.
 
-    Example:
+    Examples:
         >>> import penstock
         >>> found = analyze_pipeline_activation_liveness(
         ...     penstock.build("1f1b", ranks=2, microbatches=8), pp_rank=0, stage_indices=[0],
