@@ -429,18 +429,18 @@ MISTAKES = {
     "other split": Mistake(
         partial(cut_otherwise, (linears(5), linears(5)), ([2, 3], [3, 2])),
         (SCH, SCH),
-        r"2.weight is float32\[4,4\] in stage 1 on rank 0, float32\[4,4\] in stage 0 on rank 1; "
-        "pass the same model and the same split",
+        r"the cut of the model \(rank 0: 2.weight is float32\[4,4\] in stage 1, "
+        r"rank 1: 2.weight is float32\[4,4\] in stage 0\); pass the same",
     ),
     "one layer more": Mistake(
         partial(cut_otherwise, (linears(4), linears(5)), ([2, 2], [2, 3])),
         (SCH, SCH),
-        r"4.weight is missing on rank 0, float32\[4,4\] in stage 1 on rank 1",
+        r"rank 0: 4.weight is missing, rank 1: 4.weight is float32\[4,4\] in stage 1",
     ),
     "other dtype": Mistake(
         partial(cut_otherwise, (linears(4), linears(4, dtype=torch.float64)), ([2, 2], [2, 2])),
         (SCH, SCH),
-        r"0.weight is float32\[4,4\] in stage 0 on rank 0, float64\[4,4\] in stage 0 on rank 1",
+        r"rank 0: 0.weight is float32\[4,4\] in stage 0, rank 1: 0.weight is float64\[4,4\]",
     ),
     "loss on one rank only": Mistake(
         loss_on_one_rank_only, (SCH, SCH), "do not agree on .*loss.*False.*True"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
 
-from penstock import BoundaryError, Pipeline, PipelineStage, ScheduleGPipe
+from penstock import BoundaryError, PipelineStage, ScheduleGPipe
 from penstock.runtime.microbatch import merge_chunks, split_tree
 from penstock.stage.boundary import describe
 
@@ -155,72 +155,36 @@ class Inputs(dict[str, Any]):
         vars(self).update(items)
 
 
-class Encoded(UserDict[str, Any]):
-    """As those of tokenizers: what stands beside the items is not theirs."""
+class Beside(UserDict[str, Any]):
+    """A tensor beside the items."""
 
-    def __init__(self, items: Mapping[str, Any], lengths: Any = None) -> None:
-        super().__init__(items)
-        self.num_sequences: int | None = None
-        self.lengths = lengths
+    lengths: Tensor
 
 
-class Unmakeable(dict[str, Any]):
-    def __init__(self, **items: Any) -> None:
-        super().__init__(items)
-
-
-def told(encoded: Encoded) -> Encoded:
-    encoded.num_sequences, encoded.lengths = 1, [object()]
-    return encoded
+def beside() -> Beside:
+    value = Beside(scale=2.0)
+    value.lengths = torch.ones(5)
+    return value
 
 
 X = torch.randn(5, DIM)
 
 
 @pytest.mark.parametrize(
-    "batch", [Inputs({"x": X}), told(Encoded({"x": X})), UserDict(x=X), ChainMap({"x": X})]
+    "batch",
+    [Inputs({"x": X}), UserDict(x=X), ChainMap({"x": X}), UserDict(held=[{"x": X}]), beside()],
 )
-def test_a_mapping_is_split_and_merged_like_a_dict(batch: Any) -> None:
-    first, second = split_tree([batch], 2)
-    assert type(first[0]) is type(second[0]) is type(batch)
-    assert [len(part[0]["x"]) for part in (first, second)] == [3, 2]
-    (merged,) = merge_chunks([first, second])
-    assert torch.equal(merged["x"], X)
-    if isinstance(batch, Inputs):
-        assert second[0].x is second[0]["x"]
-    if isinstance(batch, Encoded):
-        assert (second[0].num_sequences, second[0].lengths) == (1, None)
-
-
-@pytest.mark.parametrize("cls", [Inputs, Unmakeable])
-def test_a_mapping_of_plain_values_goes_to_every_microbatch(cls: type[Any]) -> None:
-    config = Inputs({"scale": 2.0, "sizes": [1, 2]}) if cls is Inputs else Unmakeable(scale=2.0)
-    for part in split_tree((X, config), 2):
-        assert type(part[1]) is cls
-        assert part[1] == config
-
-
-@pytest.mark.parametrize("batch", [Unmakeable(x=X), Encoded({"x": X}, lengths=torch.ones(5))])
-def test_a_mapping_that_can_not_be_made_of_its_items_is_refused(batch: Any) -> None:
-    said = rf"a {type(batch).__name__} can't be split, moved or sent: .*its items"
+def test_a_mapping_of_tensors_in_no_registry_is_refused(batch: Any) -> None:
+    said = rf"a {type(batch).__name__} can't be split, moved or sent: pass dict\(\.\.\.\) of it"
     with pytest.raises(BoundaryError, match=said):
-        split_tree(batch, 2)
+        split_tree([batch], 2)
+    with pytest.raises(BoundaryError, match=said):
+        merge_chunks([batch, batch])
     with pytest.raises(BoundaryError, match=said):
         describe(batch)
 
 
-def test_mappings_enter_and_cross() -> None:
-    class Block(nn.Linear):
-        def forward(self, batch: Any) -> Any:
-            return Encoded({"x": super().forward(batch["x"]).relu()})
-
-    blocks = [Block(DIM, DIM), Block(DIM, DIM)]
-    plain = copy.deepcopy(nn.Sequential(*blocks))
-    stages = [PipelineStage(block, i, 2, CPU) for i, block in enumerate(blocks)]
-    pipe = Pipeline(stages, loss_fn=lambda out: out["x"].square().mean(), n_microbatches=2, ranks=2)
-    batch = told(Encoded({"x": torch.randn(4, DIM)}))
-    pipe.step(batch)
-    for part in split_tree(batch, 2):
-        (plain(part)["x"].square().mean() / 2).backward()
-    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+def test_a_mapping_of_plain_values_goes_to_every_microbatch() -> None:
+    config = Inputs({"scale": 2.0, "sizes": [1, 2]})
+    for part in split_tree((X, config), 2):
+        assert part[1] is config

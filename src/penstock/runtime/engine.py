@@ -32,7 +32,6 @@ from penstock.runtime.bound_program import BoundProgram
 from penstock.runtime.comm.agreement import (
     BatchFacts,
     check_consistent,
-    check_same_layout,
     digest,
     gather_batch_facts,
 )
@@ -239,12 +238,12 @@ class Engine:
             "having a loss_fn": config.loss_fn is not None,
             "what stages share": self._shared_params.facts,
             "the first call": call,
+            "the cut of the model": self.layout,
         }
         if not self._is_single_process:
             inputs = inputs_digest(step.args, step.kwargs)
             shown = {"the program": f"{program.name} {text}"}
             check_consistent(facts, self._transport, shown, inputs)
-            check_same_layout(self.layout, self._transport)
         self._shared_params.broadcast_values()
         self._agreed = True
 

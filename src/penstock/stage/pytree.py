@@ -4,11 +4,11 @@
     tuple, list, dict, named tuple, …         as optree opens them
     classes registered with torch's pytree    as registered
     dataclasses                               by their constructor's arguments
-    other mappings (UserDict, BatchEncoding)  by their items, if their class takes a dict of them
+    other mappings of tensors (UserDict)      refused
     all else                                  not opened: a leaf
 
 A dataclass is rebuilt by its constructor, so that ``self.rows = len(self.x)`` is right for a part
-of a batch. A container that its class cannot rebuild is refused.
+of a batch. One that its class cannot rebuild is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias, cast
@@ -24,7 +23,6 @@ from typing import Any, TypeAlias, cast
 import optree
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from penstock._torch_compat import pytree_node
 from penstock.errors import BoundaryError
@@ -49,8 +47,11 @@ def flatten(
 ) -> tuple[list[Any], optree.PyTreeSpec]:
     """The leaves and the structure of a pytree; ``is_leaf`` says which containers stay closed."""
     leaves, tree = optree.tree_flatten(value, is_leaf, namespace=NAMESPACE)
-    new = [cls for cls in {type(leaf) for leaf in leaves} - _registered if _is_container(cls)]
+    classes = {type(leaf) for leaf in leaves}
+    new = [cls for cls in classes - _registered if _is_container(cls)]
     if not new:
+        if any(issubclass(cls, Mapping) for cls in classes):
+            _refuse_mappings(leaves)
         return leaves, tree
     for cls in new:
         _register(cls)
@@ -136,8 +137,7 @@ class _Context:
 
 
 def _is_container(cls: type[Any]) -> bool:
-    is_mapping = issubclass(cls, Mapping) and not issubclass(cls, nn.Module)
-    return is_mapping or dataclasses.is_dataclass(cls) or pytree_node(cls) is not None
+    return dataclasses.is_dataclass(cls) or pytree_node(cls) is not None
 
 
 def _register(cls: type[Any]) -> None:
@@ -156,11 +156,6 @@ def _register(cls: type[Any]) -> None:
 
 
 def _functions_of(cls: type[Any]) -> tuple[_Open, _Make]:
-    if cls is PackedSequence:  # whose numbers of rows lie on the CPU
-        return (
-            lambda packed: (tuple(packed), None, None),
-            lambda parts, _: PackedSequence(parts[0], parts[1].cpu(), *parts[2:]),
-        )
     # Hugging Face's ModelOutput is a dict and a dataclass: both views of its fields are kept.
     if dataclasses.is_dataclass(cls) and issubclass(cls, dict):
         names = tuple(f.name for f in dataclasses.fields(cls))
@@ -172,7 +167,7 @@ def _functions_of(cls: type[Any]) -> tuple[_Open, _Make]:
     if node is not None:
         open_, make = node
         return lambda value: (*open_(value), None), make
-    return _of_dataclass(cls) if dataclasses.is_dataclass(cls) else _of_mapping(cls)
+    return _of_dataclass(cls)
 
 
 def _of_dataclass(cls: type[Any]) -> tuple[_Open, _Make]:
@@ -202,34 +197,6 @@ def _of_dataclass(cls: type[Any]) -> tuple[_Open, _Make]:
     return open_, make
 
 
-def _of_mapping(cls: type[Any]) -> tuple[_Open, _Make]:
-    def open_(value: Any) -> tuple[Sequence[Any], Any, Any]:
-        items, attributes = dict(value), getattr(value, "__dict__", {})
-        try:
-            again = cls(dict(items))
-        except Exception:  # its constructor takes other arguments
-            again = {}
-        made = getattr(again, "__dict__", {})
-        changed = {n: x for n, x in attributes.items() if not _is_same(x, made.get(n, _MISSING))}
-        if _is_same(items, dict(again)) and not _holds_tensor(changed):
-            beside = {n: x for n, x in changed.items() if x is None or is_plain(x)}
-            return list(items.values()), (tuple(items), beside), tuple(items)
-        if _holds_tensor([items, attributes]):
-            raise _refused(cls, "a dict of its items does not hold all of its tensors")
-        return (), value, None  # for example settings: one value, which can't be sent
-
-    def make(children: Sequence[Any], context: Any) -> Any:
-        if not isinstance(context, tuple):
-            return context
-        keys, beside = context
-        made = cls(dict(zip(keys, children, strict=True)))
-        for name, value in beside.items():
-            object.__setattr__(made, name, value)
-        return made
-
-    return open_, make
-
-
 _MISSING = object()
 
 
@@ -251,18 +218,22 @@ def _same_leaf(left: Any, right: Any, made: bool) -> bool:
     return made and (not isinstance(left, Tensor) or left.shape == right.shape)
 
 
-def _holds_tensor(value: Any) -> bool:
-    leaves = optree.tree_leaves(value)
-    return any(
-        _holds_tensor(dict(x)) if isinstance(x, Mapping) else isinstance(x, Tensor) for x in leaves
-    )
+def _refuse_mappings(leaves: Sequence[Any]) -> None:
+    """Refuse mappings of tensors that no registry knows: they would go whole to each microbatch."""
+    for leaf in leaves:
+        is_mapping = isinstance(leaf, Mapping) and not isinstance(leaf, nn.Module)
+        if is_mapping and tensors_of([dict(leaf), getattr(leaf, "__dict__", {})]):
+            raise BoundaryError(
+                f"a {type(leaf).__qualname__} can't be split, moved or sent: pass dict(...) of it, "
+                "or register the class with torch.utils._pytree.register_pytree_node"
+            )
 
 
 def _refused(cls: type[Any], why: str) -> BoundaryError:
     return BoundaryError(
-        f"a {cls.__qualname__} can't be split, moved or sent: its class, called with its fields or "
-        f"a dict of its items, does not make the same again ({why}); use a dict, or register the "
-        "class with torch.utils._pytree.register_pytree_node"
+        f"a {cls.__qualname__} can't be split, moved or sent: its class, called with its fields, "
+        f"does not make the same again ({why}); use a dict, or register the class with "
+        "torch.utils._pytree.register_pytree_node"
     )
 
 
@@ -348,6 +319,3 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "context": lambda contents: _Context(decode(contents)),
     "tree": lambda contents: unflatten(*map(decode, contents)),
 }
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", UserWarning)  # that it is a named tuple, too
-    _register(PackedSequence)

@@ -7,7 +7,6 @@ rank 1   ‖grads of its stages‖ ─┴─► total norm ─► the same facto
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterable, Sequence
 from functools import reduce
 
@@ -18,17 +17,11 @@ from torch import Tensor
 from penstock.cause import own_group
 from penstock.errors import StageError
 from penstock.parallel.shared_params import shared_params_of
-from penstock.runtime.comm.process_group import all_gather_ints, collective_call, control_group
+from penstock.runtime.comm.process_group import collective_call, control_group, gather_objects
 from penstock.stage.device_streams import indexed
 from penstock.stage.dtensor import full_tensor, is_dtensor, max_magnitude
 
 __all__ = ["clip_grad_norm_"]
-
-# The dtypes of gradients, in an order that is the same on every rank.
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# A rank's norm, whether it is on the device instead, and the index of its dtype or _NO_GRADIENT.
-_PACKED = struct.Struct("<d?b")
-_NO_GRADIENT = -1
 
 
 def clip_grad_norm_(
@@ -81,10 +74,9 @@ def clip_grad_norm_(
                 f"the default group has {ranks.size()} ranks, and the pipeline of these parameters "
                 f"{sizes.pop()}, over which their norm adds up: pass the pipeline's group as group="
             )
-        code = _DTYPES.index(total.dtype) if norms else _NO_GRADIENT
         # A rank without parameters takes part in the collective on any device.
         device = params[0].device if params else torch.device("cpu")
-        total = _over_ranks(total, code, norm_type, ranks, device)
+        total = _over_ranks(total, total.dtype if norms else None, norm_type, ranks, device)
     if error_if_nonfinite and not torch.isfinite(total):
         raise StageError(
             f"the total norm of the gradients, over all ranks, is {total.item()}; look for an "
@@ -121,26 +113,27 @@ def _norm(params: Sequence[Tensor], norm_type: float, foreach: bool | None) -> T
 
 
 def _over_ranks(
-    norm: Tensor, code: int, norm_type: float, group: dist.ProcessGroup, device: torch.device
+    norm: Tensor,
+    dtype: torch.dtype | None,
+    norm_type: float,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> Tensor:
-    """The norm of the ranks' norms, the same on every rank; ``code`` is the index of this rank's
-    dtype, or that of no gradient, and ``device`` that of its parameters."""
+    """The norm of the ranks' norms, the same on every rank; ``dtype`` is that of this rank's
+    gradients, and ``device`` that of its parameters."""
     # In float64, since powers of a float32 norm may not fit float32. Gathered, since a reduction
     # by maximum loses what is not a number. The host does not wait for norms on the device.
-    on_device = device.type != "cpu"
-    packed = _PACKED.pack(0.0 if on_device else norm.item(), on_device, code)
-    number = int.from_bytes(packed, "little")
-    gathered = all_gather_ints(control_group(group), "clip_grad_norm_()", number)
-    norms, are_on_device, codes = zip(
-        *(_PACKED.unpack(each.to_bytes(_PACKED.size, "little")) for each in gathered), strict=True
-    )
+    on_device, control = device.type != "cpu", control_group(group)
+    with collective_call(control, "clip_grad_norm_()"):
+        mine = (0.0 if on_device else norm.item(), on_device, dtype)
+        norms, are_on_device, dtypes = zip(*gather_objects(control, mine), strict=True)
     table = torch.tensor(norms, dtype=torch.float64, device="cpu")
     if any(are_on_device):
-        mine = norm.to(indexed(device if on_device else torch.device("cuda")), torch.float64)
-        parts = [torch.empty_like(mine) for _ in range(group.size())]
+        placed = norm.to(indexed(device if on_device else torch.device("cuda")), torch.float64)
+        parts = [torch.empty_like(placed) for _ in range(group.size())]
         with collective_call(group, "clip_grad_norm_()"):
-            dist.all_gather(parts, mine, group)
+            dist.all_gather(parts, placed, group)
         table = torch.stack(parts)
     total: Tensor = torch.linalg.vector_norm(table, norm_type)
-    dtypes = [_DTYPES[each] for each in codes if each != _NO_GRADIENT]
-    return total.to(reduce(torch.promote_types, dtypes) if dtypes else norm.dtype)
+    known = [each for each in dtypes if each is not None]
+    return total.to(reduce(torch.promote_types, known) if known else norm.dtype)

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.cause import as_error, cause_of, decode_failure, encode_failure
-from penstock.errors import ScheduleError, StageError, Where
+from penstock.errors import InternalError, ScheduleError, StageError, Where
 from penstock.runtime.comm.base import Transport
 from penstock.schedule.wording import runs_of
 
-__all__ = ["BatchFacts", "check_consistent", "check_same_layout", "digest", "exclusive_step"]
+__all__ = ["BatchFacts", "check_consistent", "digest", "exclusive_step"]
 __all__ += ["gather_batch_facts", "pack_header", "unpack_headers"]
 
 _log = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ def check_consistent(
     """Compare facts over all ranks by their digests; a collective call.
 
     Args:
-        facts: this process's JSON values, by the name that messages use.
+        facts: this process's JSON values, by the name that messages use. None is not compared. Of
+            a mapping, messages show the first entry that differs.
         transport: this rank's connection.
         shown: by fact, a text that messages show in place of the value.
         inputs: the digest of the first batch (see ``microbatch.inputs_digest``). Different digests
@@ -56,6 +58,7 @@ def check_consistent(
     mine = {
         fact: [digest(json.dumps(value)), str(shown.get(fact, value))[:MAX_SHOWN]]
         for fact, value in facts.items()
+        if value is not None
     }
     gathered = transport.all_gather_bytes(json.dumps([mine, *inputs]).encode())
     stated, kinds, batches = zip(*map(json.loads, gathered), strict=True)
@@ -68,13 +71,28 @@ def check_consistent(
             rank,
             first,
         )
-    for fact in facts:
-        if len({value for value, _ in (each[fact] for each in stated)}) > 1:
-            texts = (f"rank {rank}: {each[fact][1]}" for rank, each in enumerate(stated))
-            raise ScheduleError(
-                f"the ranks do not agree on {fact} ({', '.join(texts)}); pass the same on "
-                "every rank"
-            )
+    for fact, value in facts.items():
+        known = {rank: each[fact] for rank, each in enumerate(stated) if fact in each}
+        if len({key for key, _ in known.values()}) < 2:
+            continue
+        texts = {rank: text for rank, (_, text) in known.items()}
+        entries = transport.all_gather_bytes(json.dumps(value).encode())
+        wholes = {rank: json.loads(entries[rank]) for rank in known}
+        if all(isinstance(each, dict) for each in wholes.values()):
+            texts = _different_entries(wholes)
+        listed = ", ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+        raise ScheduleError(
+            f"the ranks do not agree on {fact} ({listed}); pass the same on every rank"
+        )
+
+
+def _different_entries(mappings: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
+    """Of each rank's mapping the first entry in which two of them differ, with its name."""
+    for name in dict.fromkeys(chain.from_iterable(mappings.values())):
+        values = {rank: each.get(name, "missing") for rank, each in mappings.items()}
+        if len({*map(repr, values.values())}) > 1:
+            return {rank: f"{name} is {value}" for rank, value in values.items()}
+    raise InternalError("mappings with different digests are equal")
 
 
 class BatchFacts(NamedTuple):
@@ -147,33 +165,6 @@ def _difference(by_rank: Sequence[BatchFacts]) -> StageError | None:
             "where the model's inputs enter passes the whole batch"
         )
     return None
-
-
-def check_same_layout(layout: Mapping[str, str] | None, transport: Transport) -> None:
-    """Compare the stages' parameters over all ranks; a collective call.
-
-    Args:
-        layout: by name of the whole model's state, the dtype, the shape and the stage, as this rank
-            has cut the model; None if it has only stages of its own, which are not compared.
-        transport: this rank's connection.
-
-    Raises:
-        ScheduleError: the ranks differ; raised on every rank.
-    """
-    text = json.dumps(layout)
-    if len(set(transport.all_gather_bytes(digest(text).encode()))) == 1:
-        return
-    gathered = map(json.loads, transport.all_gather_bytes(text.encode()))
-    known = [(rank, layout) for rank, layout in enumerate(gathered) if layout is not None]
-    first, expected = known[0]
-    for rank, other in known[1:]:
-        for name in {**expected, **other}:
-            here, there = (each.get(name, "missing") for each in (expected, other))
-            if here != there:
-                raise ScheduleError(
-                    f"the ranks cut the model differently: {name} is {here} on rank {first}, "
-                    f"{there} on rank {rank}; pass the same model and the same split on every rank"
-                )
 
 
 def pack_header(number: int, call: str) -> Tensor:

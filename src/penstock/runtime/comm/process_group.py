@@ -29,7 +29,6 @@ from penstock.stage.device_streams import indexed
 
 __all__ = [
     "Link",
-    "all_gather_ints",
     "chosen_device",
     "collective_call",
     "control_group",
@@ -123,29 +122,14 @@ def collective_call(
     if group is None or group.size() == 1 or not takes_cpu_tensors(group):
         yield
         return
-    with _transport(group, call, shared_errors) as transport:
-        transport.all_gather_ints(0)
-        with transport.watching(Peers.ALL_RANKS):
-            yield
-
-
-def all_gather_ints(group: dist.ProcessGroup, call: str, number: int) -> list[int]:
-    """Gather every rank's integer (127 bits) over a group for CPU tensors; see
-    ``collective_call``."""
-    with _transport(group, call) as transport:
-        return transport.all_gather_ints(number)
-
-
-@contextmanager
-def _transport(
-    group: dist.ProcessGroup, call: str, shared_errors: tuple[type[Exception], ...] = ()
-) -> Iterator[C10dTransport]:
     # Each call has its own number, unlike any schedule's, and reads no earlier call's failure.
     number = -1 - calls_over(group).count
     transport = C10dTransport(group, torch.device("cpu"), number, math.inf)
     try:
         transport.begin(call)
-        yield transport
+        transport.all_gather_ints(0)
+        with transport.watching(Peers.ALL_RANKS):
+            yield
     except shared_errors:
         raise
     except BaseException as error:
