@@ -20,12 +20,12 @@ from penstock.runtime.comm.base import Transport
 from penstock.schedule.wording import runs_of
 
 __all__ = ["BatchFacts", "check_consistent", "digest", "exclusive_step"]
-__all__ += ["gather_batch_facts", "pack_header", "unpack_headers"]
+__all__ += ["gather_batch_facts", "INLINE_BYTES", "pack_header", "unpack_headers"]
 
 _log = logging.getLogger(__name__)
 
-# A header consists of an integer and the description of a call.
-INT_BYTES, HEADER_BYTES = 16, 160
+# A header consists of the length of a rank's data, its call, and the data's beginning.
+LENGTH_BYTES, CALL_BYTES, INLINE_BYTES = 8, 144, 104
 # Limit on the text of a fact, in characters: facts may be long, and ranks many.
 MAX_SHOWN = 200
 
@@ -98,19 +98,14 @@ def _different_entries(mappings: Mapping[int, Mapping[str, Any]]) -> dict[int, s
 class BatchFacts(NamedTuple):
     """A rank's facts about a step's batch, gathered before anything runs.
 
-    Fields: the id of its run conditions, 63 bits; the number of microbatches with rows, 31 bits,
-    and the id of its inputs, 32 bits, 0 where it has no such arguments; and whether all of its
-    stages reduce their gradients.
+    Fields: the id of its run conditions; the number of microbatches with rows and the id of its
+    inputs, 0 where it has no such arguments; and whether all of its stages reduce their gradients.
     """
 
     conditions: int
     num_with_rows: int = 0
     inputs: int = 0
     reduces: bool = True
-
-
-# Gathered in place of the facts of a rank whose batch can't run.
-_MISTAKE = -1
 
 
 def gather_batch_facts(
@@ -127,24 +122,16 @@ def gather_batch_facts(
         The facts by rank; and the exception to raise, on every rank, if one of them has made a
         mistake or they disagree: this rank's own, or that of the first rank that has one.
     """
-    number = _MISTAKE
-    if facts is not None:
-        rows = facts.num_with_rows << 1 | facts.reduces
-        number = (facts.inputs << 32 | rows) << 63 | facts.conditions
-    gathered = transport.all_gather_ints(number)
-    if _MISTAKE in gathered:
-        mine = (
-            b""
-            if mistake is None
-            else encode_failure("", cause_of(mistake, transport.rank, ())).encode()
-        )
-        failure = decode_failure(next(filter(None, transport.all_gather_bytes(mine))))
-        assert failure is not None
-        return [], mistake or as_error(failure[1], ())
-    low = (1 << 63) - 1
-    by_rank = [
-        BatchFacts(n & low, n >> 64 & 0x7FFFFFFF, n >> 95, bool(n >> 63 & 1)) for n in gathered
-    ]
+    mine = json.dumps(facts)
+    if mistake is not None:
+        mine = encode_failure("", cause_of(mistake, transport.rank, ()))
+    gathered = transport.all_gather_bytes(mine.encode())
+    for data in gathered:
+        if isinstance(json.loads(data)[0], str):
+            failure = decode_failure(data)
+            assert failure is not None
+            return [], mistake or as_error(failure[1], ())
+    by_rank = [BatchFacts(*json.loads(data)) for data in gathered]
     return by_rank, _difference(by_rank)
 
 
@@ -167,21 +154,23 @@ def _difference(by_rank: Sequence[BatchFacts]) -> StageError | None:
     return None
 
 
-def pack_header(number: int, call: str) -> Tensor:
-    """Pack the header of a collective: a 127-bit integer and the current call."""
-    data = number.to_bytes(INT_BYTES, "little", signed=True) + call.encode()
-    data = data[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def pack_header(call: str, data: bytes) -> Tensor:
+    """Pack the header of a gather of ``data`` in the current call."""
+    packed = len(data).to_bytes(LENGTH_BYTES)
+    packed += call.encode()[:CALL_BYTES].ljust(CALL_BYTES, b"\0")
+    packed += data[:INLINE_BYTES].ljust(INLINE_BYTES, b"\0")
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
-def unpack_headers(headers: Sequence[Tensor]) -> list[int]:
-    """Unpack the integers of all ranks' headers.
+def unpack_headers(headers: Sequence[Tensor]) -> list[tuple[int, bytes]]:
+    """Unpack the length and the beginning of each rank's data.
 
     Raises:
         ScheduleError: the ranks are in different calls.
     """
-    data = [bytes(header.tolist()) for header in headers]
-    calls = [each[INT_BYTES:].rstrip(b"\0").decode(errors="ignore") for each in data]
+    packed = [bytes(header.tolist()) for header in headers]
+    begin = LENGTH_BYTES + CALL_BYTES
+    calls = [p[LENGTH_BYTES:begin].rstrip(b"\0").decode(errors="ignore") for p in packed]
     if len(set(calls)) > 1:
         ranks_in: dict[str, list[int]] = {}
         for rank, call in enumerate(calls):
@@ -199,7 +188,7 @@ def unpack_headers(headers: Sequence[Tensor]) -> list[int]:
         if len(alone) == 1 and len(ranks_in) == 2:
             error.where = Where(rank=alone[0])
         raise error
-    return [int.from_bytes(each[:INT_BYTES], "little", signed=True) for each in data]
+    return [(int.from_bytes(p[:LENGTH_BYTES]), p[begin:]) for p in packed]
 
 
 # The engine and the process group of each running step of this process.

@@ -28,7 +28,7 @@ from torch import Tensor
 from penstock import _torch_compat
 from penstock.cause import key_of, store_of, withdraw_early
 from penstock.errors import PenstockError
-from penstock.runtime.comm.agreement import pack_header, unpack_headers
+from penstock.runtime.comm.agreement import INLINE_BYTES, pack_header, unpack_headers
 from penstock.runtime.comm.base import (
     MIN_REUSED_BYTES,
     PendingReceive,
@@ -390,15 +390,14 @@ class C10dTransport(Transport):
         options.device = torch.device("cpu")
         self.collect(lambda: self._control.barrier(options), self._collected)
 
-    def all_gather_ints(self, number: int) -> list[int]:
-        # Gloo aborts processes that gather unequal tensors. Gather the header first.
-        return unpack_headers(self._all_gather(pack_header(number, self._calls.name)))
-
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        lengths = self.all_gather_ints(len(data))
-        padded = bytearray(data.ljust(max(lengths), b"\0"))
-        parts = self._all_gather(torch.frombuffer(padded, dtype=torch.uint8))
-        return [bytes(p.tolist())[:length] for p, length in zip(parts, lengths, strict=True)]
+        # Gloo aborts processes that gather unequal tensors. Gather the header first.
+        headers = unpack_headers(self._all_gather(pack_header(self._calls.name, data)))
+        parts, longest = [part for _, part in headers], max(length for length, _ in headers)
+        if longest > INLINE_BYTES:
+            padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+            parts = [bytes(part.tolist()) for part in self._all_gather(padded)]
+        return [part[:length] for part, (length, _) in zip(parts, headers, strict=True)]
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.num_ranks)]

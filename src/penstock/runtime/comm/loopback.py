@@ -72,9 +72,6 @@ class LoopbackTransport(Transport):
     def all_reduce(self, tensor: Tensor) -> None:
         raise InternalError("ranks in one process sum by themselves")
 
-    def all_gather_ints(self, number: int) -> list[int]:
-        return [number] * self.num_ranks
-
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data] * self.num_ranks
 

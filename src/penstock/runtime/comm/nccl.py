@@ -83,7 +83,7 @@ class NcclTransport(C10dTransport):
     def connect(self) -> None:
         is_first = self._group not in _data_planes
         if is_first:
-            self.all_gather_ints(0)  # all ranks are in this call and will create groups
+            self.all_gather_bytes(b"")  # all ranks are in this call and will create groups
             groups = self._new_group("up"), self._new_group("down")
             _data_planes[self._group] = _DataPlane(*groups, set())
         plane = _data_planes[self._group]

@@ -127,7 +127,7 @@ def collective_call(
     transport = C10dTransport(group, torch.device("cpu"), number, math.inf)
     try:
         transport.begin(call)
-        transport.all_gather_ints(0)
+        transport.all_gather_bytes(b"")
         with transport.watching(Peers.ALL_RANKS):
             yield
     except shared_errors:
