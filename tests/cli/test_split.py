@@ -328,7 +328,7 @@ def test_sampled_layers_are_repeated_in_turn() -> None:
         (["mine:tiny", "-s", "9"], "8 blocks can't make 9 stages"),
         (["mine:tiny", "-s", "2", "--layout", "Et*6|t|L"], "but the layout has 3"),
         (["mine:tiny", "--layout", "Et*7|L"], "7 t for the model's 6"),
-        (["mine:tiny", "--layout", "Et||L"], "column 4"),
+        (["mine:tiny", "--layout", "Et||L"], "a stage is empty"),
         (["mine:tiny", "-s", "2", "--rule", "uniform"], "No such option: --rule"),
         (["mine:tiny", "--layout", "EtL", "--memory-limit", "1GB"], "are for balancing"),
         (["mine:tiny", "-s", "2", "--memory-limit", "much"], "'much' is no number of bytes"),

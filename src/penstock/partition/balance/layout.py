@@ -23,12 +23,11 @@ from penstock.partition.plan import split_by_counts
 __all__ = ["Layout"]
 
 LETTERS = "".join(kind.value for kind in BlockKind)  # in execution order
-ONCE = (BlockKind.EMBEDDING.value, BlockKind.HEAD.value)
 MOST_LETTERS = 100_000
-TOKEN = re.compile(r"\*[,\s]*([0-9]{1,9})|.", re.S)
-
-Token = tuple[str, int]
-"""A letter or |, and its column from 0."""
+# Of a letter, or of letters in parentheses, which need no number.
+REPEATED = re.compile(
+    rf"([{LETTERS}|])[,\s]*\*[,\s]*([0-9]{{1,9}})|\(([{LETTERS}|,\s]+)\)(?:\*[,\s]*([0-9]{{1,9}}))?"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +54,18 @@ class Layout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
-        if not self.stages or any("|" in stage for stage in self.stages):
-            raise PartitionError(
-                f'the stages are {self.stages}; give each its letters, as in ("Et", "tL")'
-            )
-        text = "|".join(self.stages)
-        _check([(letter, column) for column, letter in enumerate(text)], text)
+        flat, shown = "".join(self.stages), "|".join(self.stages)
+        problem = None
+        if not all(self.stages) or not self.stages:
+            problem = "a stage is empty; no | goes before the first stage or behind the last"
+        elif odd := set(flat) - set(LETTERS):
+            problem = f"{min(odd)!r} is none of {', '.join(LETTERS)}"
+        elif list(flat) != sorted(flat, key=LETTERS.index):
+            problem = f"the order of blocks is {LETTERS}"
+        elif flat.count(BlockKind.EMBEDDING.value) > 1 or flat.count(BlockKind.HEAD.value) > 1:
+            problem = "a model has one E and one L"
+        if problem is not None:
+            raise PartitionError(f"the layout {shown!r}: {problem}")
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -70,13 +75,23 @@ class Layout:
             text: as in ``"Et*3|(tt|)*29,m|L"``; spaces and commas are ignored.
 
         Raises:
-            PartitionError: with the column of the mistake, counted from 1.
+            PartitionError: the text is no layout.
         """
-        tokens = _read(text)
-        if not tokens:
-            raise _wrong(text, 0, "the layout is empty; give each stage its letters")
-        _check(tokens, text)
-        return cls(stages=tuple("".join(letter for letter, _ in tokens).split("|")))
+        letters = text
+        while found := REPEATED.search(letters):  # the innermost repetitions first
+            item, times = found[1] or found[3], int(found[2] or found[4] or 1)
+            if not 0 < times * len(item) <= MOST_LETTERS:
+                raise PartitionError(
+                    f"the layout {text!r}: {found[0][:20]} makes no letters, or more than "
+                    f"{MOST_LETTERS}"
+                )
+            letters = letters[: found.start()] + item * times + letters[found.end() :]
+        if odd := re.sub(rf"[{LETTERS}|,\s]", "", letters):
+            raise PartitionError(
+                f"the layout {text!r}: {odd[0]!r} does not belong there; a layout has the letters "
+                f"{', '.join(LETTERS)}, | between stages, and repetitions such as t*3 and (tt|)*2"
+            )
+        return cls(stages=tuple(re.sub(r"[,\s]", "", letters).split("|")))
 
     def __str__(self) -> str:
         """The layout string, shortened by repetitions; inverse of ``parse``."""
@@ -116,69 +131,3 @@ def _folded(stage: str) -> str:
     """``ttt`` as ``t*3``."""
     runs = [(letter, len(list(same))) for letter, same in groupby(stage)]
     return "".join(letter * times if times < 3 else f"{letter}*{times}" for letter, times in runs)
-
-
-def _read(text: str) -> list[Token]:
-    """The letters of a layout string, with repetitions expanded.
-
-    items = { ( letter | "|" | "(" items ")" ) [ "*" number ] }
-    """
-    groups: list[tuple[int, list[Token]]] = [(0, [])]  # the open parentheses
-    item: list[Token] = []  # what a * repeats
-    for found in TOKEN.finditer(text):
-        here, column, group = found[0], found.start(), groups[-1][1]
-        if here in ", \t\n":
-            continue
-        if here in LETTERS or here == "|":
-            item = [(here, column)]
-            group += item
-        elif here == "(":
-            groups.append((column, []))
-        elif here == ")":
-            opened_at, item = groups.pop()
-            if not groups:
-                raise _wrong(text, column, "this ) closes nothing")
-            if not item:
-                raise _wrong(text, opened_at, "there is nothing between ( and )")
-            groups[-1][1].extend(item)
-        elif here[0] != "*" or not item:
-            raise _wrong(text, column, f"{here[0]!r} is none of {', '.join(LETTERS)} | ( ) * and ,")
-        elif found[1] is None:
-            raise _wrong(text, column, "a number has to follow this *")
-        else:
-            times = int(found[1])
-            if times < 1:
-                raise _wrong(text, found.start(1), "repeat at least once, or leave it out")
-            if times * len(item) + len(group) > MOST_LETTERS:
-                raise _wrong(text, found.start(1), f"more than {MOST_LETTERS} letters")
-            group += item * (times - 1)
-            item = []
-    if len(groups) > 1:
-        raise _wrong(text, groups[-1][0], "this ( is never closed")
-    return groups[0][1]
-
-
-def _check(tokens: Sequence[Token], text: str) -> None:
-    """Refuse empty stages, letters out of order, and a second E or L."""
-    before, previous = "", "|"
-    for letter, column in tokens:
-        if letter == "|":
-            if previous == "|":
-                raise _wrong(text, column, "the stage that this | ends is empty")
-        elif letter not in LETTERS:
-            raise _wrong(text, column, f"{letter!r} is none of {', '.join(LETTERS)}")
-        elif before and LETTERS.index(letter) < LETTERS.index(before):
-            message = f"{letter} can't run behind {before}; the order is {LETTERS}"
-            raise _wrong(text, column, message)
-        elif letter == before and letter in ONCE:
-            raise _wrong(text, column, f"a second {letter}; a model has one")
-        else:
-            before = letter
-        previous = letter
-    if previous == "|":
-        raise _wrong(text, len(text), "the last stage is empty; leave out the | before it")
-
-
-def _wrong(text: str, column: int, what: str) -> PartitionError:
-    """An error that points at a column of the text."""
-    return PartitionError(f"column {column + 1}: {what}\n    {text}\n    {' ' * column}^")
