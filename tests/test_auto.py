@@ -172,9 +172,9 @@ def test_a_tight_limit_is_met_by_recomputing(monkeypatch: pytest.MonkeyPatch) ->
             torch.testing.assert_close(p.grad, q.grad)
 
 
-def test_predicted_and_measured_times_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_predicted_time_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="penstock.auto"):
-        pipe = Pipeline(
+        Pipeline(
             layers(),
             loss_fn=F.mse_loss,
             schedule="auto",
@@ -182,13 +182,8 @@ def test_predicted_and_measured_times_are_logged(caplog: pytest.LogCaptureFixtur
             ranks=2,
             n_microbatches=2,
         )
-        inputs, target = features(6, 0)
-        for _ in range(5):
-            pipe.step(inputs, target=target)
-    told = [record.getMessage() for record in caplog.records]
-    assert "predicted, at least" in told[0]
-    assert [text.split(" took")[0] for text in told[1:]] == [f"auto: step {n}" for n in range(3)]
-    assert all("were predicted for one process that plays all ranks" in text for text in told[1:])
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "predicted, at least" in told
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from importlib.util import find_spec
 
@@ -53,12 +52,11 @@ __all__ = ["Forecast", "balance_stages", "find_program"]
 logger = logging.getLogger(__name__)
 
 SEARCH_S = 10.0
-_NUM_LOGGED_STEPS = 3
 # Of the runtime's pipeline, and of the tensors that AdamW updates, in bytes.
 _NUM_MICROBATCHES, _NUM_RUNS, _UPDATED_BYTES = 16, 5, 1 << 26
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """The predicted time and memory of a step.
 
@@ -72,26 +70,6 @@ class Forecast:
     step_s: float
     optimizer_s: float
     peak_bytes: tuple[float, ...]
-    is_alone: bool  # one process runs all ranks in turn
-    device: torch.device  # to synchronize
-    num_steps: int = 0  # the steps so far
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Log the measured and the predicted time of each of the first few steps."""
-        number, started = self.num_steps, time.perf_counter()
-        self.num_steps += 1
-        yield
-        if number >= _NUM_LOGGED_STEPS:
-            return
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-        alone = " for one process that plays all ranks" if self.is_alone else ""
-        warming = "; the first step warms up" if number == 0 else ""
-        logger.info(
-            "auto: step %d took %.4g s, %.4g s were predicted%s%s",
-            number, time.perf_counter() - started, self.step_s, alone, warming,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,11 +194,10 @@ def _choose(spec: PipelineSpec, request: object, choose: Callable[[_Measured], _
             logger.debug("auto: rank %d could not measure: %s", group.rank(), error)
     modules = [model] if isinstance(model, nn.Module) else model
     shapes = [(name, p.shape) for module in modules for name, p in module.named_parameters()]
-    choice = from_first_rank(
+    return from_first_rank(
         group,
         lambda: from_first_row(group, (shapes, request), lambda: choose(_measure(spec, link))),
     )
-    return replace(choice, forecast=replace(choice.forecast, device=spec.device))
 
 
 # --- measuring -----------------------------------------------------------------------------------
@@ -361,8 +338,6 @@ def _forecast(
         step_s=simulated.busy if alone else simulated.makespan,
         optimizer_s=measured.update_s * (sum(held) if alone else max(held)),
         peak_bytes=tuple(4 * p + a for p, a in zip(held, activations, strict=True)),
-        is_alone=alone,
-        device=spec.device,
     )
 
 

@@ -10,7 +10,6 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -203,8 +202,7 @@ class Pipeline(ModelState):
             # The model may compute its own loss from labels among its arguments.
             kwargs.setdefault("target_mbs", [None] * self._schedule.n_microbatches)
         args, kwargs = self._moved(args, kwargs | {"target": target})
-        with nullcontext() if self._forecast is None else self._forecast.watch():
-            self._schedule.step(*args, **kwargs)
+        self._schedule.step(*args, **kwargs)
         losses = self._schedule.losses
         assert losses is not None, "a program with a backward has losses"
         loss = losses.mean()

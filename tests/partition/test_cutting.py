@@ -74,8 +74,7 @@ def test_the_way_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         agrees(NetBase(), ranks=2)
     (line,) = caplog.messages
     assert line == (
-        "NetBase: cut by module into 2 stages, since it has 4 repeated blocks; every stage runs "
-        "the model's own forward"
+        "NetBase: cut by module into 2 stages; every stage runs the model's own forward"
     )
 
 

@@ -20,7 +20,6 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from penstock._torch_compat import children, has_no_forward, is_sequential
 from penstock.errors import PartitionError
 from penstock.partition.balance.costs import BlockKind
-from penstock.partition.huggingface import planned_trunks
 
 __all__ = ["Block", "LeafModule", "find_blocks", "gather", "leaf_modules"]
 
@@ -55,10 +54,9 @@ class Block:
 def leaf_modules(model: nn.Module, *, repeats: bool = False) -> tuple[LeafModule, ...]:
     """Find the leaf modules of a model, in definition order.
 
-    A trunk is a list named by the model's own pipeline plan, else a ``ModuleList``, ``ModuleDict``
-    or ``nn.Sequential`` most of whose members are of one class; an encoder-decoder has two. In a
-    model without one, every direct child is a leaf module. With ``repeats``, a layer with several
-    places in a trunk is listed once per place.
+    A trunk is a ``ModuleList``, ``ModuleDict`` or ``nn.Sequential`` most of whose members are of
+    one class; an encoder-decoder has two. In a model without one, every direct child is a leaf
+    module. With ``repeats``, a layer with several places in a trunk is listed once per place.
 
     Raises:
         PartitionError: the model has no two leaf modules to cut between.
@@ -66,8 +64,7 @@ def leaf_modules(model: nn.Module, *, repeats: bool = False) -> tuple[LeafModule
     if is_sequential(model):
         leaves = _layers(model)
     else:
-        trunks = set(planned_trunks(model)) or find_trunks(model)
-        leaves = tuple(_walk(model, "", trunks, set(), repeats))
+        leaves = tuple(_walk(model, "", find_trunks(model), set(), repeats))
     if len(leaves) < 2:
         raise PartitionError(
             f"the {type(model).__name__} has no modules to cut between: no list of layers, and "

@@ -86,7 +86,7 @@ def cut_model(
             )
         return _export(model, split, num_stages, example)
     try:
-        return _cut_by_module(model, split, len(blocks), example, device)
+        return _cut_by_module(model, split, example, device)
     except NotByModule as error:
         if example is None or method == "module":
             raise
@@ -105,22 +105,13 @@ def cut_model(
 
 
 def _cut_by_module(
-    model: nn.Module,
-    split: SplitSpec,
-    num_blocks: int,
-    example: Example | None,
-    device: torch.device,
+    model: nn.Module, split: SplitSpec, example: Example | None, device: torch.device
 ) -> ModelCut:
     from penstock.partition.forward.by_module import split_by_module
-    from penstock.partition.huggingface import planned_trunks
 
-    name, trunks = type(model).__name__, planned_trunks(model)
     done = split_by_module(model, split, example, device=device)
-    why = f"it has {num_blocks} repeated blocks" if num_blocks else "its modules are named"
-    if trunks:
-        why = f"its own plan has {num_blocks} blocks in {', '.join(trunks)}"
-    message = "%s: cut by module into %d stages, since %s; every stage runs the model's own forward"
-    logger.info(message, name, len(done.stages), why)
+    message = "%s: cut by module into %d stages; every stage runs the model's own forward"
+    logger.info(message, type(model).__name__, len(done.stages))
     has_loss = done.plan is not None and done.plan.trace.loss
     return ModelCut(modules=done.stages, names=done.names, whole_call=True, has_loss=has_loss)
 

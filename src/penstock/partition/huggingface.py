@@ -1,4 +1,4 @@
-"""Support for Hugging Face's transformers: collected outputs, the cache, adapters, pipeline plans.
+"""Support for Hugging Face's transformers: collected outputs, the cache, adapters.
 
     outputs = self.model(ids, output_router_logits=True)       hooks on every router append to a
     loss += balance(outputs.router_logits)                     list that the model's forward opens
@@ -7,8 +7,7 @@ A module on another stage would append nothing, and the auxiliary loss would be 
 values count as outputs of their module: they may cross stages, and are appended by its stub.
 
 This module never imports transformers: if it is not loaded, there is nothing to do. Its private
-names (``_active_collector``, ``_CAN_RECORD_REGISTRY``, ``_pp_plan``) were seen on transformers
-5.23.
+names (``_active_collector``, ``_CAN_RECORD_REGISTRY``) were seen on transformers 5.23.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ __all__ = [
     "capture_since",
     "install_hooks",
     "mark",
-    "planned_trunks",
     "replay",
     "reset_conv1d",
     "ties_after_init",
@@ -101,34 +99,3 @@ def reset_conv1d(module: nn.Module) -> None:
 def ties_after_init(modules: Iterable[nn.Module]) -> bool:
     """True if a model among these modules ties its weights after their initialization."""
     return any(hasattr(type(module), "_tied_weights_keys") for module in modules)
-
-
-def planned_trunks(model: nn.Module) -> tuple[str, ...]:
-    """The lists of layers that a model's pipeline plan names, in definition order.
-
-    A configuration publishes the plan as ``base_model_pp_plan``. It is ignored if it names modules
-    that the model lacks, or less than half of the parameters.
-    """
-    names = _planned_names(model)
-    modules = {n: m for n, m in model.named_modules(remove_duplicate=False) if n in names}
-    params = {id(p): p.numel() for module in modules.values() for p in module.parameters()}
-    covered = 2 * sum(params.values()) >= sum(p.numel() for p in model.parameters())
-    if len(modules) < len(names) or not covered:
-        return ()
-    lists = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-    return tuple(n for n, m in modules.items() if isinstance(m, lists) and len(m) > 1)
-
-
-def _planned_names(model: nn.Module) -> set[str]:
-    """The modules named by the plan of a model, or of its outermost submodules with a plan."""
-    found: set[str] = set()
-    planned: list[str] = []
-    for name, module in model.named_modules():
-        # Static lookup: a wrapper may forward the attribute of the wrapped model, with names
-        # relative to that model.
-        plan = getattr_static(module, "_pp_plan", None)
-        if isinstance(plan, dict) and plan and not name.startswith(tuple(planned)):
-            prefix = f"{name}." if name else ""
-            planned.append(prefix)
-            found |= {f"{prefix}{key}" for key in plan}
-    return found

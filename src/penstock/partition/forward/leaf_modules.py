@@ -46,7 +46,7 @@ class LeafModules:
     calls can be distinguished and run on several stages.
     """
 
-    leaves: dict[str, nn.Module]  # in definition order, or that of the model's own pipeline plan
+    leaves: dict[str, nn.Module]  # in definition order
     containers: dict[str, nn.Module]  # the modules above them; the model itself is ""
     direct: tuple[str, ...]  # the parameters and buffers that containers hold themselves
     # All names of each module, parameter and buffer that has several, under each of them.
