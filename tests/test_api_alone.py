@@ -98,3 +98,12 @@ def test_further_names_of_torch_are_explained_on_access() -> None:
         assert not any(hasattr(owner, name) for name in names)
         with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
             _ = owner.nothing
+
+
+def test_options_of_later_versions_of_torch_are_taken() -> None:
+    options = {"max_active_stages": 2, "unshard_lookahead": "auto", "defer_reduce_grad_wait": True}
+    options |= {"max_outstanding_sends": 2, "defer_pp_recv": True}
+    for name in ("Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble"):
+        stages = [penstock.PipelineStage(nn.Linear(DIM, DIM), i, 2, CPU) for i in range(2)]
+        schedule = penstock.get_schedule_class(name)(stages, 2, nn.MSELoss(), **options)  # type: ignore[arg-type]
+        schedule.step(torch.ones(4, DIM), target=torch.ones(4, DIM), finalize_gradients=True)

@@ -83,8 +83,8 @@ class Pipeline(ModelState):
         group: the process group; the default group if None.
         options: ``args_chunk_spec``, ``kwargs_chunk_spec``, ``output_merge_spec``,
             ``scale_grads``, ``dynamic_shapes``, ``microbatch_rng``, ``overlap``, ``sequence_dim``,
-            ``timeout_s`` and ``shared``, which is needed only for a list of ``PipelineStage`` (see
-            ``penstock.runtime.config.RunConfig``).
+            ``max_active_stages``, ``unshard_lookahead``, ``timeout_s`` and ``shared``, which is
+            needed only for a list of ``PipelineStage`` (see ``penstock.runtime.config.RunConfig``).
 
     Raises:
         PartitionError: the model can't be split as requested.

@@ -102,7 +102,9 @@ def make_meshes() -> tuple[DeviceMesh, DeviceMesh]:
     return mesh["pp"], mesh["dp"]
 
 
-def make_schedule(name: str, wrap: str, pipeline: DeviceMesh, replicas: DeviceMesh) -> Any:
+def make_schedule(
+    name: str, wrap: str, pipeline: DeviceMesh, replicas: DeviceMesh, **options: Any
+) -> Any:
     """The schedule over this rank's stages, their modules wrapped, and those modules."""
     placement = build(name, ranks=2, microbatches=NUM_MICROBATCHES).placement
     layers = make_layers(placement.num_stages)
@@ -118,6 +120,7 @@ def make_schedule(name: str, wrap: str, pipeline: DeviceMesh, replicas: DeviceMe
         NUM_MICROBATCHES,
         nn.functional.mse_loss,
         timeout_s=20,
+        **options,
     ), modules
 
 

@@ -32,8 +32,10 @@ def drive(stage: Any, step: int, rank: int, split: bool, asks: str) -> None:
         for mb in range(NUM_MICROBATCHES):
             last = asks == "last_backward" and mb == NUM_MICROBATCHES - 1
             stage.backward_weight_one_chunk(mb, last_backward=last)
+    stage.release_fwd_send_outputs(0)
     if asks == "perform_reduce_grad":
-        stage.perform_reduce_grad(1)
+        stage.start_gradient_reduction()
+        stage.wait_for_gradient_reduction(1)
     stage.scale_grads(NUM_MICROBATCHES)
 
 

@@ -419,6 +419,10 @@ def leave_unsharded(rank: int, num_ranks: int) -> list[bool]:
     params = [p for module in modules for p in module.parameters()]
     run_step(schedule, 0, pipeline, replicas)
     expected = [whole(p.grad) for p in params]
+    one, _ = make_schedule("zbv", "fsdp", pipeline, replicas, max_active_stages=1)
+    acts = map(str, one.pipeline_order_with_comms[rank // 2])
+    kinds = [act[1:] for act in acts if act.endswith("SHARD")]
+    assert len(kinds) > 4 and kinds == ["UNSHARD", "RESHARD"] * (len(kinds) // 2)
     rows = [[str(act) for act in row] for row in schedule.pipeline_order_with_comms.values()]
     for row in rows:
         last = max(i for i, text in enumerate(row) if text.endswith("UNSHARD"))

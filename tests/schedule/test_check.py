@@ -49,7 +49,7 @@ def test_programs_drawn_by_the_rules_are_right_with_and_without_transfers(
     assert problems(program) == ()
     assert is_right(program)
     for sharding in (False, True):
-        lowered = lower(program, sharding=sharding, max_unsharded_stages=1)
+        lowered = lower(program, sharding=sharding, max_active_stages=1)
         assert problems(lowered) == ()
         assert is_right(lowered)
         assert lower(lowered, sharding=sharding) == lowered
@@ -70,7 +70,7 @@ def mutated(draw: st.DrawFn) -> Program:
     """A right program with a few changes, which may well leave it right."""
     program = draw(computed_programs(max_ranks=3, max_stages=4, max_microbatches=3, max_splits=2))
     if draw(st.booleans()):
-        program = lower(program, sharding=draw(st.booleans()), max_unsharded_stages=1)
+        program = lower(program, sharding=draw(st.booleans()), max_active_stages=1)
     ranks = [list(steps) for steps in program.ranks]
     for _ in range(draw(st.integers(1, 2))):
         mutate(draw, ranks)

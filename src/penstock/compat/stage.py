@@ -404,8 +404,19 @@ class PipelineStage(ExchangingStage):
 
         Call it once after a step's last backward. ``scale_grads`` divides by the factor.
         """
+        self.start_gradient_reduction()
+        self.wait_for_gradient_reduction(grad_scale_factor)
+
+    def start_gradient_reduction(self) -> None:
+        """Average the gradients as ``perform_reduce_grad`` does, without scaling."""
         self._replica_step.end(reduce=True)
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        """Scale the gradients after ``start_gradient_reduction``."""
         self.scale_grads(grad_scale_factor)
+
+    def release_fwd_send_outputs(self, fwd_chunk_id: int) -> None:
+        """No effect: ``get_fwd_send_ops`` gives up the outputs of a microbatch."""
 
     def clear_runtime_states(self) -> None:
         """Clear all microbatch states and abort an unfinished manual step."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from penstock.errors import ScheduleError
 from penstock.partition.ties import Tie
+from penstock.schedule.passes.lower import Lookahead
 
 if TYPE_CHECKING:
     from penstock.partition.cutting import CutMethod
@@ -51,6 +52,11 @@ class RunConfig:
         sequence_dim: the sequence dimension of inputs, targets and outputs, where the program
             splits sequences (``Program.num_splits``). Tensors with fewer dimensions are replicated
             to every chunk.
+        max_active_stages: the most sharded stages (FSDP2) of a rank that are unsharded at a time;
+            unless the program gathers by itself.
+        unshard_lookahead: the number of stages whose gathers are issued ahead, for each rank;
+            ``"full"`` is ``max_active_stages``, ``"auto"`` more on later ranks (see
+            ``insert_sharding`` of ``penstock.schedule.passes``).
         timeout_s: the limit on a rank's wait for another rank, in seconds.
         shared: parameters that several stages share, the same on every rank. Each item maps stages
             to the parameter's name there, such as ``{0: "embed.weight", 3: "head.weight"}``, or to
@@ -72,6 +78,8 @@ class RunConfig:
     microbatch_rng: bool = False
     overlap: bool = False
     sequence_dim: int = 1
+    max_active_stages: int = 3
+    unshard_lookahead: Lookahead = "full"
     timeout_s: float = 600.0
     shared: Sequence[Tie] = ()
 

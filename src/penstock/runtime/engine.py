@@ -142,7 +142,14 @@ class Engine:
         sharding = train and self._replicas.sharded
         try:
             program = program if train else forward_only(program)
-            return check(lower(program, sharding=sharding, channels=channels), channels)
+            lowered = lower(
+                program,
+                sharding=sharding,
+                max_active_stages=self.config.max_active_stages,
+                unshard_lookahead=self.config.unshard_lookahead,
+                channels=channels,
+            )
+            return check(lowered, channels)
         except ScheduleError:
             check(self.requested)  # raises, if it can, in terms of the caller's own steps
             raise

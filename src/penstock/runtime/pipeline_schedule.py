@@ -42,7 +42,8 @@ class PipelineSchedule:
 
     Args:
         stages: this rank's stages.
-        defer_pp_recv: no effect, since the program places receives; for torch's signature.
+        defer_pp_recv, defer_reduce_grad_wait, max_outstanding_sends: no effect, since the program
+            places receives, and sent tensors are freed as receivers answer; torch's signature.
         program: the program; chosen by the subclass if None.
         is_single_process: run all ranks in this process, even if the stages' group has others.
         options: these and all others: see ``penstock.runtime.config.RunConfig``.
@@ -78,6 +79,8 @@ class PipelineSchedule:
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
         *,
+        defer_reduce_grad_wait: bool = False,
+        max_outstanding_sends: int | None = None,
         program: Program | None = None,
         is_single_process: bool = False,
         **options: Any,

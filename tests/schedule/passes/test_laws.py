@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as peer
 
 from penstock.errors import ScheduleError
 from penstock.schedule import passes
@@ -24,6 +27,7 @@ from penstock.schedule.passes import (
 )
 from penstock.schedule.passes.lower import keep_microbatches
 from penstock.schedule.program import CheckedProgram, Program
+from penstock.schedule.registry import build
 from penstock.schedule.rules import COMPUTE, COVERS, TRANSFERS
 from penstock.schedule.text import format_csv, parse_csv
 from tests.programs import computed_programs
@@ -165,17 +169,21 @@ def test_each_stage_is_reduced_once_right_after_its_last_weight_gradient(program
                 ]
 
 
-@given(computed_programs(max_splits=3), st.integers(1, 4))
-def test_no_more_stages_are_unsharded_than_allowed(program: Program, most: int) -> None:
-    for steps, before in zip(
-        insert_sharding(program, max_unsharded_stages=most).ranks, program.ranks, strict=True
-    ):
+@given(computed_programs(max_splits=3), st.integers(1, 4), st.sampled_from(["full", "auto", 1]))
+def test_no_more_stages_are_unsharded_than_allowed(
+    program: Program, most: int, lookahead: Any
+) -> None:
+    ahead = (1,) * program.num_ranks if lookahead == 1 else lookahead
+    made = insert_sharding(program, max_active_stages=most, unshard_lookahead=ahead)
+    for steps, before in zip(made.ranks, program.ranks, strict=True):
         assert without(steps, frozenset({Op.UNSHARD, Op.RESHARD})) == before
         widest = max((len({a.stage for a in step.parts}) for step in before), default=0)
         present: set[int] = set()
-        for act in (act for step in steps for act in step.parts):
+        for place, act in [(i, act) for i, step in enumerate(steps) for act in step.parts]:
             if act.op is Op.UNSHARD:
                 present.add(act.stage)
+                computed = next(s for s in steps[place:] if s.parts[0].op is not Op.UNSHARD)
+                assert lookahead != 1 or act.stage in {a.stage for a in computed.parts}
             elif act.op is Op.RESHARD:
                 present.remove(act.stage)
             else:
@@ -234,8 +242,25 @@ def test_sharding_is_not_inserted_twice_and_allows_at_least_one_stage() -> None:
     program = parse_csv("0F0,0B0\n")
     with pytest.raises(ScheduleError, match="has RESHARD and UNSHARD already"):
         insert_sharding(insert_sharding(program))
-    with pytest.raises(ScheduleError, match="max_unsharded_stages is 0; at least 1"):
-        insert_sharding(program, max_unsharded_stages=0)
+    with pytest.raises(ScheduleError, match="max_active_stages is 0; at least 1"):
+        insert_sharding(program, max_active_stages=0)
+    for wrong in ("most", (1, 1), (3,), (0,), ()):
+        with pytest.raises(ScheduleError, match="for each of 1 ranks a number from 1 to 2"):
+            insert_sharding(program, max_active_stages=2, unshard_lookahead=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="compares with the API of torch 2.13"
+)
+def test_gathers_are_those_of_torch() -> None:
+    program = build("interleaved-1f1b", ranks=2, virtual=3, microbatches=4)
+    for most in (1, 2, 3):
+        made = insert_sharding(program, max_active_stages=most)
+        for rank, steps in enumerate(made.ranks):
+            order = [peer._Action.from_str(str(step)) for step in program.ranks[rank]]
+            theirs = peer._add_unshard_reshard(order, most)
+            # Torch leaves the last ones unsharded.
+            assert list(map(str, steps))[: len(theirs)] == list(map(str, theirs))
 
 
 # --- activations --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Literal, TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, Step, action
@@ -27,12 +28,15 @@ __all__ = [
     "reduce_gradients",
 ]
 
+Lookahead: TypeAlias = Literal["full", "auto"] | tuple[int, ...]
+
 
 def lower(
     program: Program,
     *,
     sharding: bool = False,
-    max_unsharded_stages: int = 3,
+    max_active_stages: int = 3,
+    unshard_lookahead: Lookahead = "full",
     channels: Channels = TWO_WAY,
 ) -> Program:
     """Insert gradient reductions, sharding if requested, and transfers.
@@ -43,7 +47,7 @@ def lower(
     Args:
         program: any program that ``check`` accepts.
         sharding: if True, inserts UNSHARD and RESHARD for sharded parameters.
-        max_unsharded_stages: see ``insert_sharding``.
+        max_active_stages, unshard_lookahead: see ``insert_sharding``.
         channels: the channels of messages, see ``insert_transfers``.
 
     Raises:
@@ -60,7 +64,9 @@ def lower(
     if Op.REDUCE_GRAD not in used:
         program = reduce_gradients(program)
     if sharding and used.isdisjoint(SHARDING):
-        program = insert_sharding(program, max_unsharded_stages=max_unsharded_stages)
+        program = insert_sharding(
+            program, max_active_stages=max_active_stages, unshard_lookahead=unshard_lookahead
+        )
     if used.isdisjoint(TRANSFERS):
         program = insert_transfers(program, channels=channels)
     return program
@@ -89,37 +95,54 @@ def reduce_gradients(program: Program) -> Program:
     return program.with_ranks(ranks)
 
 
-def insert_sharding(program: Program, *, max_unsharded_stages: int = 3) -> Program:
+def insert_sharding(
+    program: Program, *, max_active_stages: int = 3, unshard_lookahead: Lookahead = "full"
+) -> Program:
     """Insert UNSHARD before a stage is needed, and RESHARD when other stages are needed sooner.
 
         before, at most 1   0F0 2F0 2B0 0B0
         after               0UNSHARD 0F0 0RESHARD 2UNSHARD 2F0 2B0 2RESHARD 0UNSHARD 0B0 0RESHARD
 
     Before each step, a rank holds the stages that it needs next, the nearest
-    ``max_unsharded_stages`` of them: with two or more, the next stage is gathered while this one
+    ``max_active_stages`` of them: with two or more, the next stage is gathered while this one
     computes. Every stage is resharded at the end. Keeps the order of all other steps.
 
     Args:
         program: any program without UNSHARD and RESHARD.
-        max_unsharded_stages: the most stages of a rank that are unsharded at a time; an overlapped
+        max_active_stages: the most stages of a rank that are unsharded at a time; an overlapped
             pair that computes on more stages unshards them all.
+        unshard_lookahead: for each rank, how many of the nearest stages are gathered; ``"full"``
+            for all that may be unsharded, ``"auto"`` for 2 on the first rank and one more on each
+            next rank, at most all.
 
     Raises:
-        ScheduleError: the program already has sharding, or ``max_unsharded_stages`` is below 1.
+        ScheduleError: the program already has sharding, ``max_active_stages`` is below 1, or
+            ``unshard_lookahead`` is not between 1 and ``max_active_stages``.
     """
     refuse_present(program, SHARDING, "insert_sharding()")
-    if max_unsharded_stages < 1:
-        raise ScheduleError(f"max_unsharded_stages is {max_unsharded_stages}; at least 1 is needed")
+    if max_active_stages < 1:
+        raise ScheduleError(f"max_active_stages is {max_active_stages}; at least 1 is needed")
+    most, num_ranks = max_active_stages, program.num_ranks
+    lookaheads = unshard_lookahead
+    if isinstance(lookaheads, str):
+        first = {"full": most, "auto": 2}.get(lookaheads, 0)
+        lookaheads = tuple(min(first + rank, most) for rank in range(num_ranks))
+    if len(lookaheads) != num_ranks or any(each not in range(1, most + 1) for each in lookaheads):
+        raise ScheduleError(
+            f"unshard_lookahead={unshard_lookahead!r}: expected 'full', 'auto', or for each of "
+            f"{num_ranks} ranks a number from 1 to {most}"
+        )
     ranks = []
-    for steps in program.ranks:
+    for steps, lookahead in zip(program.ranks, lookaheads, strict=True):
         sharded: list[Step] = []
         present: tuple[int, ...] = ()
-        for step, wanted in zip(steps, _windows(steps, max_unsharded_stages), strict=True):
+        for step, wanted in zip(steps, _windows(steps, max_active_stages), strict=True):
             # Resharding first keeps within the limit.
             sharded += [action(s, Op.RESHARD) for s in present if s not in wanted]
-            sharded += [action(s, Op.UNSHARD) for s in wanted if s not in present]
+            near = wanted[: max(lookahead, len({a.stage for a in step.parts}))]
+            sharded += [action(s, Op.UNSHARD) for s in near if s not in present]
             sharded.append(step)
-            present = wanted
+            present = tuple(s for s in wanted if s in present or s in near)
         ranks.append([*sharded, *(action(s, Op.RESHARD) for s in present)])
     return program.with_ranks(ranks)
 
