@@ -55,7 +55,7 @@ def test_parameters_and_buffers_are_held_throughout() -> None:
     assert peaks(program, memory) == tuple(
         held_bytes(2 - rank, activation=(8, 4)[rank], resident=(100, 10)[rank]) for rank in (0, 1)
     )
-    curves = memory_curves(program, memory, result.starts, result.ends)
+    curves = memory_curves(program.ranks, memory, result.starts, result.ends)
     for curve, plain, resident in zip(curves, result.memory, (100, 10), strict=True):
         assert curve == tuple((time, held + resident) for time, held in plain)
 

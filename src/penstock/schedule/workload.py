@@ -98,7 +98,7 @@ class Workload:
         other actions."""
         starts, now = list[float](), 0.0
         for stage in range(self.placement.num_stages):
-            now += self.needs[stage][0][1] if stage else 0.0
+            now = now + self.needs[stage][0][1] if self.needs[stage] else 0.0
             starts.append(now)
             now += self.durations[stage]
         ranks = range(self.placement.num_ranks)

@@ -124,19 +124,15 @@ class StepCauses:
             for index, spans in enumerate(steps)
             if spans[0].action.op in COMPUTE
         ]
-        found: list[Span] = []
-        seen = set()
         _, rank, index = max(ends, default=(0.0, 0, -1))
-        rank = -rank
-        while index >= 0 and (rank, index) not in seen:
-            seen.add((rank, index))
-            found += (s for s in self._steps[rank][index][::-1] if s.action.op in COMPUTE)
-            missing = self._missing(rank, index)
-            if missing is None:
-                index = self._before(rank, index)
-            else:
-                _, rank, index = self._places[missing]
-        return tuple(reversed(found))
+        span = self._steps[-rank][index][0] if ends else None
+        found: dict[Action, Span] = {}
+        while span is not None and span.action not in found:
+            _, rank, index = self._places[span.action]
+            spans = self._steps[rank][index]
+            found |= {each.action: each for each in reversed(spans)}
+            span = self.cause(spans[0])
+        return tuple(each for each in reversed(found.values()) if each.action.op in COMPUTE)
 
     def _missing(self, rank: int, index: int) -> Action | None:
         """The result that delayed a step after its rank was free."""

@@ -23,7 +23,7 @@ from typing import TypeAlias, assert_never
 
 from penstock.schedule.action import Op, Step
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE
+from penstock.schedule.rules import BACKWARDS, COMPUTE
 from penstock.simulate.costs import Costs
 
 __all__ = ["Curve", "StageMemory", "exceeds", "held_bytes", "memory_curves", "peak_in_flight"]
@@ -128,12 +128,15 @@ class StageMemory:
                 freed -= change
         return taken, freed
 
-    def of_ranks(self, program: Program) -> Iterator[tuple[float, list[tuple[Step, float, float]]]]:
+    def of_ranks(
+        self, ranks: Sequence[Sequence[Step]]
+    ) -> Iterator[tuple[float, list[tuple[Step, float, float]]]]:
         """For each rank the memory held throughout, and its steps with their ``changes``."""
-        recomputed = {(a.stage, a.microbatch) for a in program.actions() if a.op is Op.RECOMPUTE}
-        backward = program.has_backward
-        for rank, steps in enumerate(program.ranks):
-            stages = program.placement.stages_of(rank) if self.resident else ()
+        acts = [act for steps in ranks for step in steps for act in step.parts]
+        recomputed = {(act.stage, act.microbatch) for act in acts if act.op is Op.RECOMPUTE}
+        backward = any(act.op in BACKWARDS for act in acts)
+        for steps in ranks:
+            stages = {act.stage for step in steps for act in step.parts} if self.resident else ()
             yield (
                 sum((self.resident[stage] for stage in stages), 0.0),
                 [(step, *self.changes(step, recomputed, backward=backward)) for step in steps],
@@ -147,7 +150,7 @@ def peaks(program: Program, memory: StageMemory) -> tuple[float, ...]:
     copied.
     """
     found = []
-    for held, steps in memory.of_ranks(program):
+    for held, steps in memory.of_ranks(program.ranks):
         peak, leaving = held, 0.0
         for step, taken, freed in steps:
             held += taken
@@ -179,12 +182,13 @@ def peak_in_flight(program: Program) -> tuple[int, ...]:
 
 
 def memory_curves(
-    program: Program,
+    ranks: Sequence[Sequence[Step]],
     memory: StageMemory,
     starts: Sequence[Sequence[float]],
     ends: Sequence[Sequence[float]],
 ) -> tuple[Curve, ...]:
-    """The memory of each rank over time, from the times of its actions (pairs taken apart).
+    """The memory of each rank over time, from its steps and the times of its actions (pairs taken
+    apart).
 
     Returns:
         For each rank, a point wherever its memory changes, from time 0 on. A free followed by an
@@ -192,7 +196,7 @@ def memory_curves(
         so that the highest point is the peak.
     """
     curves = []
-    for (held, steps), begun, ended in zip(memory.of_ranks(program), starts, ends, strict=True):
+    for (held, steps), begun, ended in zip(memory.of_ranks(ranks), starts, ends, strict=True):
         changes: list[tuple[float, float]] = []
         # The end of the copy and the memory of activations on their way to the host.
         leaving: list[tuple[float, float]] = []

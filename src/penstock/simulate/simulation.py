@@ -148,7 +148,7 @@ class Simulation:
         Amounts are in bytes if the costs give the size of an activation, else in activations.
         """
         memory = StageMemory.of(self.costs, self.program.num_stages)
-        return memory_curves(self.program, memory, self.starts, self.ends)
+        return memory_curves(self.program.ranks, memory, self.starts, self.ends)
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:

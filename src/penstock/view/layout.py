@@ -18,13 +18,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from penstock.schedule.action import Op, Overlap
 from penstock.schedule.rules import COMPUTE, TRANSFERS
 from penstock.simulate.critical_path import causes_of
-from penstock.simulate.memory import Curve, StageMemory
+from penstock.simulate.memory import Curve, StageMemory, memory_curves
 from penstock.simulate.simulation import Simulation
 from penstock.trace import Span, Trace
 from penstock.view.palette import LOOKS, amount, ink, shades
@@ -220,20 +220,15 @@ def _boxes(
 
 def _activations(trace: Trace) -> tuple[Curve, ...]:
     """Per rank, the number of activations in flight over time."""
-    acts = [span.action for span in trace.spans]
-    memory = StageMemory.counting(1 + max((act.stage for act in acts), default=0))
-    recomputed = {(act.stage, act.microbatch) for act in acts if act.op is Op.RECOMPUTE}
-    backward = any(act.op in (Op.FULL_BACKWARD, Op.INPUT_GRAD) for act in acts)
-    changes: list[defaultdict[float, float]] = [defaultdict(float) for _ in range(trace.num_ranks)]
+    ranks: list[list[Span]] = [[] for _ in range(trace.num_ranks)]
     for span in trace.spans:
-        taken, freed = memory.changes(span.action, recomputed, backward=backward)
-        for time, change in ((span.start, taken), (span.end, -freed)):
-            if change:
-                changes[span.rank][time] += change
-    return tuple(
-        tuple(zip(sorted(each), accumulate(each[time] for time in sorted(each)), strict=True))
-        for each in changes
+        ranks[span.rank].append(span)
+    memory = StageMemory.counting(1 + max((s.action.stage for s in trace.spans), default=0))
+    steps, starts, ends = (
+        [[getattr(span, name) for span in spans] for spans in ranks]
+        for name in ("action", "start", "end")
     )
+    return memory_curves(steps, memory, starts, ends)
 
 
 def _outline(curves: Sequence[Curve], axes: _Axes, end: float, highest: float) -> Columns:

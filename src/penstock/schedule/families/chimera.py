@@ -23,9 +23,10 @@ from __future__ import annotations
 from math import inf
 
 from penstock.schedule.families.common import program_of
-from penstock.schedule.list_schedule import ListScheduler, kind_needs
-from penstock.schedule.placement import Placement, bidirectional
+from penstock.schedule.list_schedule import kind_needs
+from penstock.schedule.placement import bidirectional
 from penstock.schedule.program import Program
+from penstock.schedule.workload import Workload, schedule_by_priority
 
 __all__ = ["chimera"]
 
@@ -33,44 +34,21 @@ __all__ = ["chimera"]
 def chimera(*, ranks: int, microbatches: int) -> Program:
     """Two 1F1B pipelines in opposite directions, each in the other's bubbles."""
     placement = bidirectional(ranks)
-    stages = placement.num_stages
-    totals = [len(placement.passing(stage, microbatches)) for stage in range(stages)]
-    scheduler = ListScheduler(
-        ranks=placement.stage_ranks * 3,
+    stages, each = placement.num_stages, -(-microbatches // 2)
+    work = Workload(
+        placement=placement,
+        num_microbatches=each,
+        durations=(*[1.0] * (2 * stages), *[0.0] * stages),
         needs=kind_needs(placement),
-        durations=[1.0] * (3 * stages),
-        totals=[*totals, *totals, *[0] * stages],
+        changes=(0.0,) * (3 * stages),
     )
-    scheduler.run(_Slots(scheduler, placement))
-    return program_of("chimera", placement, microbatches, scheduler.order, full=True)
-
-
-class _Slots:
-    """A policy that picks the oldest ready microbatch of a rank, backwards first."""
-
-    def __init__(self, scheduler: ListScheduler, placement: Placement) -> None:
-        self._scheduler, self._placement = scheduler, placement
-
-    def choose(self, rank: int, now: float, *, last: bool) -> tuple[int | None, float]:
-        """The kind for this slot of a rank; None leaves the slot empty."""
-        stages = self._placement.num_stages
-        ends, ready = self._scheduler.ends, self._scheduler.ready
-        own = self._placement.stages_of(rank)
-        kinds = [kind for stage in own for kind in (stage, stage + stages)]
-        found = [
-            (len(ends[kind]), kind < stages, kind)
-            for kind in kinds
-            if ready[kind] <= now and (kind >= stages or self._has_room(kind))
-        ]
-        if found:
-            return min(found)[-1], inf
-        return None, min((ready[kind] for kind in kinds if ready[kind] > now), default=inf)
-
-    def _has_room(self, stage: int) -> bool:
-        placement, ends = self._placement, self._scheduler.ends
-        half, place = placement.num_ranks // 2, placement.model_stage(stage)
-        held = len(ends[stage]) - len(ends[stage + placement.num_stages])
-        return held < min(half, placement.num_ranks - place)
-
-    def started(self, kind: int, rank: int, now: float, end: float) -> None:
-        """Nothing to record."""
+    # The oldest microbatch, backwards first; after their backward, weight gradients take no time.
+    # Of an odd number of microbatches, the upward direction has one less.
+    priorities = []
+    for later in (0.5, 0.0, -inf):
+        for stage in range(stages):
+            own = len(placement.passing(stage, microbatches))
+            priorities.append([n + later if n < own else inf for n in range(each)])
+    most = [min(ranks // 2, ranks - placement.model_stage(stage)) for stage in range(stages)]
+    order = schedule_by_priority(work, priorities, windows=most).order
+    return program_of("chimera", placement, microbatches, order, full=True)
