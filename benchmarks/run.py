@@ -34,6 +34,7 @@ from benchmarks.planning import (
 )
 from benchmarks.search import measure_search
 from benchmarks.split_backward import measure as measure_split_widths
+from benchmarks.split_backward import measure_compiled
 from benchmarks.step_time import measure_compute_bound, measure_tiny
 
 RESULTS = Path(__file__).parent / "results"
@@ -42,15 +43,20 @@ PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 
 def measure_split(scale: float) -> list[Figure]:
     """I + W over the full backward, as figures."""
-    figures = []
+    figures, group = [], "split backward"
     for row in measure_split_widths(scale):
         name = f"I + W, GPT blocks, dim {row['dim']:.0f}"
-        group = "split backward"
         figures += [
             Figure(group=group, name=name, over="full", value=row["ratio"], bound=row["bound"]),
             Figure(group=group, name=f"{name}, torch's own", over="full", value=row["peer_ratio"]),
         ]
-    return figures
+    row = measure_compiled(max(3, int(15 * scale)))
+    name = f"GPT block compiled, dim {row['dim']:.0f}"
+    return [
+        *figures,
+        Figure(group=group, name=f"I + W, {name}", over="full", value=row["ratio"], bound=1.05),
+        Figure(group=group, name=f"I, {name}", over="full", value=row["input_ratio"], bound=0.75),
+    ]
 
 
 def measures(quick: bool) -> dict[str, Callable[[], list[Figure]]]:

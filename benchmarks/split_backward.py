@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input as peer_input
 from torch.distributed.pipelining._backward import stage_backward_weight as peer_weight
 
+from penstock import compile_stage
 from penstock._torch_compat import run_backward
-from penstock.stage.weight_grad import DeferredGrads
+from penstock.stage.weight_grad import DeferredGrads, compiled_parts
 
-__all__ = ["BOUNDS", "Block", "measure", "report"]
+__all__ = ["BOUNDS", "Block", "measure", "measure_compiled", "report"]
 
 BOUNDS = {16: 1.15, 256: 1.05, 512: 1.03}
 SHAPES = {16: (4, 16, 4), 256: (4, 128, 2), 512: (2, 128, 2)}  # dim → batch, time, blocks
@@ -147,6 +149,45 @@ def measure_width(dim: int, rounds: int) -> dict[str, float]:
     }
 
 
+def measure_compiled(rounds: int, dim: int = 512) -> dict[str, float]:
+    """Medians of the backward of a compiled block, whole, and split by ``compile_stage``.
+
+    Args:
+        rounds: how often each way is taken.
+        dim: the width of the block.
+
+    Returns:
+        ``ratio``, of I + W over the whole backward; ``input_ratio``, of I over it; ``full_s``.
+    """
+    torch.manual_seed(0)
+    whole, split = Block(dim, 4), Block(dim, 4)
+    whole.compile()
+    parts = compiled_parts(compile_stage(split))
+    x, grad = torch.randn(2, 128, dim, requires_grad=True), torch.randn(2, 128, dim)
+    times: list[tuple[float, float, float]] = []
+    flying: list[tuple[Tensor, DeferredGrads, Tensor]] = []
+    for index in range(rounds + 3):
+        work = DeferredGrads((), parts)
+        with work:
+            split_y = split(x)
+        flying.append((whole(x), work, split_y))
+        if not index:
+            continue
+        x.grad = None
+        whole_y, work, split_y = flying.pop(0)
+        full = timed(partial(torch.autograd.backward, (whole_y,), (grad,)))
+        with work:
+            inputs = timed(partial(run_backward, (split_y,), (grad,)))
+        times.append((full, inputs, timed(work.accumulate)))
+    del times[:2]
+    return {
+        "dim": dim,
+        "full_s": statistics.median(full for full, _, _ in times),
+        "ratio": statistics.median((i + w) / full for full, i, w in times),
+        "input_ratio": statistics.median(i / full for full, i, _ in times),
+    }
+
+
 def measure(scale: float = 1.0) -> list[dict[str, float]]:
     """I + W over the full backward, for each width.
 
@@ -178,3 +219,6 @@ def report(rows: list[dict[str, float]]) -> str:
 
 if __name__ == "__main__":
     print(report(measure()))
+    torch.set_num_threads(1)
+    row = measure_compiled(15)
+    print(f"compiled, dim {row['dim']}: I + W {row['ratio']:.3f}, I {row['input_ratio']:.3f}")

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     )
     from penstock.simulate.simulation import Simulation, simulate
     from penstock.stage.rng import draw_step_seed, microbatch_rng
+    from penstock.stage.weight_grad.compiled import compile_stage
     from penstock.trace import Span, Trace
 
 __version__ = "0.1.0"
@@ -77,7 +78,7 @@ __all__ += ["PipelineSchedule", "PipelineScheduleMulti", "PipelineScheduleSingle
 __all__ += ["Schedule1F1B", "ScheduleChimera", "ScheduleDualPipe", "ScheduleDualPipeV"]
 __all__ += ["ScheduleForwardOnly", "ScheduleGPipe", "ScheduleInterleaved1F1B"]
 __all__ += ["ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS", "ScheduleProgram"]
-__all__ += ["ScheduleZBVZeroBubble", "get_schedule_class"]
+__all__ += ["ScheduleZBVZeroBubble", "compile_stage", "get_schedule_class"]
 # Cutting.
 __all__ += ["Plan", "balance", "profile", "split_by_module"]
 __all__ += ["Pipe", "PipeInfo", "SplitPoint", "TracedStage", "annotate_split_points"]
@@ -132,6 +133,7 @@ _NAMES = {
     ),
     "penstock.simulate.simulation": "Simulation",
     "penstock.stage.rng": "draw_step_seed microbatch_rng",
+    "penstock.stage.weight_grad.compiled": "compile_stage",
     "penstock.trace": "Trace Span",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter, methodcaller
 from pathlib import Path
 from types import FunctionType
@@ -146,6 +147,60 @@ def compiled_calls(module: nn.Module, run: Callable[..., Any]) -> list[CompiledC
     if is_compiled(module) or is_compiled_in_place(module):
         return [CompiledCall(module, run)]
     return [call for _, child in children(module) for call in compiled_calls(child, run)]
+
+
+def compile_graphs(
+    backend: str,
+    graph: Any,
+    inputs: Sequence[Any],
+    options: dict[str, Any] | None,
+    *,
+    backward: Callable[..., Any],
+) -> Any:
+    """Compile as a backend of ``torch.compile``; ``backward(graph, examples, compile)`` makes the
+    backward from its graph.
+
+    Torch offers backends the backward's graph through these modules alone. A donated buffer would
+    be overwritten by the first of two callables that read it; a backward from torch's cache would
+    be another than ours.
+    """
+    from torch._functorch import config
+
+    with config.patch(donated_buffer=False, enable_autograd_cache=False):
+        if backend == "inductor":
+            from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+            def inner(part: Any, examples: Sequence[Any], **settings: Any) -> Any:
+                if not settings.get("is_backward"):
+                    return compile_fx_inner(part, examples, **settings)
+                settings["static_input_idxs"] = ()
+                return backward(part, examples, partial(compile_fx_inner, **settings))
+
+            return compile_fx(graph, inputs, inner_compile=inner, config_patches=options)
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch._aot_autograd.utils import make_boxed_func
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        def boxed(part: Any, examples: Sequence[Any]) -> Any:
+            return make_boxed_func(part.forward)
+
+        return aot_autograd(
+            fw_compiler=boxed,
+            bw_compiler=partial(backward, compile=boxed),
+            partition_fn=min_cut_rematerialization_partition,
+        )(graph, inputs)
+
+
+# The node whose backward autograd is running; a compiled backward is not told.
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def active_mode(kind: type) -> Any:
+    """The innermost active function mode of a class; None if there is none."""
+    for i in reversed(range(torch._C._len_torch_function_stack())):
+        if isinstance(mode := torch._C._get_function_stack_at(i), kind):
+            return mode
+    return None
 
 
 @contextmanager

@@ -18,13 +18,15 @@ registers the handlers of operations with formulas. Every other operation is run
                                                            comes in I, W hands it over
 
 Custom autograd functions and compiled regions are left to autograd, which adds to ``.grad`` in I:
-``find_undeferred`` finds their parameters.
+``find_undeferred`` finds their parameters. Regions of ``compile_stage`` take proxies instead, and
+split their backward (``compiled.py``).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeAlias, cast
 
 import optree
@@ -37,6 +39,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock._torch_compat import (
     CompiledCall,
+    active_mode,
     compiled_calls,
     deferrable_now,
     is_view,
@@ -58,7 +61,7 @@ from penstock.stage.weight_grad.accumulate import (
     refuse,
 )
 
-__all__ = ["HANDLERS", "DeferredGrads", "compiled_parts", "find_undeferred"]
+__all__ = ["COMPILED_PART_OF", "HANDLERS", "DeferredGrads", "compiled_parts", "find_undeferred"]
 
 Func: TypeAlias = Callable[..., Any]
 Args: TypeAlias = tuple[Any, ...]
@@ -94,7 +97,7 @@ class DeferredGrads(TorchFunctionMode):
         self.records: list[Record | None] = []
         # In-place changes move a tensor to another place, so that it is no weight any more.
         self.expressions: dict[tuple[Node, int], Expression] = {}
-        self.proxies: list[tuple[Weight, Tensor]] = []
+        self.proxies: dict[int, tuple[Weight, Tensor]] = {}  # by the proxy's id
         self._latest_proxies: dict[int, Tensor] = {}  # by the weight's id
         self.running: set[Func] = set()  # functions whose bodies are running in the mode
         self.num_passes = 0  # 1 after F, 2 after I
@@ -220,7 +223,7 @@ class DeferredGrads(TorchFunctionMode):
             proxy = self._latest_proxies[id(weight)] = tensor.detach().requires_grad_()
             if tensor.is_leaf:
                 proxy.grad_dtype = tensor.grad_dtype
-            self.proxies.append((weight, proxy))
+            self.proxies[id(proxy)] = weight, proxy
         return proxy
 
     def _drop_late_grads(self) -> None:
@@ -246,7 +249,7 @@ class DeferredGrads(TorchFunctionMode):
     def note_undeferred(self, parameters: Iterable[Parameter]) -> None:
         """Note the parameters that ``find_undeferred`` found in this forward."""
         weights = [weight for record in self.records if record for weight in record[1]]
-        deferred = _leaf_ids([*weights, *(weight for weight, _ in self.proxies)])
+        deferred = _leaf_ids([*weights, *(weight for weight, _ in self.proxies.values())])
         unknown = None in self.records  # its weights are known with the gradient only
         self.mixed = [p for p in parameters if unknown or id(p) in deferred]
 
@@ -259,14 +262,15 @@ class DeferredGrads(TorchFunctionMode):
     @property
     def is_reached(self) -> bool:
         """True if a gradient has come since the forward: user code ran a backward of its own."""
-        proxied = any(proxy.grad is not None for _, proxy in self.proxies)
+        proxied = any(proxy.grad is not None for _, proxy in self.proxies.values())
         return proxied or any(record and record[5] for record in self.records)
 
     def accumulate(self) -> None:
         """Run W: accumulate weight gradients; hooks on parameters, DDP's too, run once here."""
         self.num_passes = 0
         self.mixed = ()
-        self.add_computed((w, proxy.grad) for w, proxy in self.proxies if proxy.grad is not None)
+        proxies = self.proxies.values()
+        self.add_computed((w, proxy.grad) for w, proxy in proxies if proxy.grad is not None)
         records = [record for record in self.records if record and record[5]]
         self.records = []
         self.proxies.clear()
@@ -372,7 +376,11 @@ def substitute(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) 
     return func(*swap(args), **swap(kwargs))
 
 
-# --- what can't be deferred ----------------------------------------------------------------------
+# --- compiled parts, and what can't be deferred ---------------------------------------------------
+
+
+# The deferral whose compiled part is running, outside of its mode.
+COMPILED_PART_OF: ContextVar[DeferredGrads | None] = ContextVar("compiled part", default=None)
 
 
 def compiled_parts(module: nn.Module) -> list[CompiledCall]:
@@ -382,8 +390,12 @@ def compiled_parts(module: nn.Module) -> list[CompiledCall]:
     """
 
     def run(compiled: Func, args: Args, kwargs: Kwargs) -> Any:
-        with without_modes(DeferredGrads):
-            return compiled(*args, **kwargs)
+        token = COMPILED_PART_OF.set(active_mode(DeferredGrads))
+        try:
+            with without_modes(DeferredGrads):
+                return compiled(*args, **kwargs)
+        finally:
+            COMPILED_PART_OF.reset(token)
 
     return compiled_calls(module, run)
 
