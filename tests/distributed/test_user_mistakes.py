@@ -400,7 +400,10 @@ MISTAKES = {
         step_beside_eval, (SCH, SCH), r"rank 0 in step\(\).*rank 1 in eval\(\).*same order"
     ),
     "too short lists": Mistake(
-        too_short_lists, ("ValueError", P), "3 ready microbatches, expected n_microbatches=4", (0,)
+        too_short_lists,
+        ("ValueError", P),
+        "3 ready microbatches in arg_mbs, expected n_microbatches=4",
+        (0,),
     ),
     "other microbatches": Mistake(
         other_microbatches, (SCH, SCH), "do not agree on .*microbatches.*rank 0: .*4.*rank 1: .*5"

@@ -306,45 +306,33 @@ def _merge_leaf(column: tuple[Any, ...], spec: Any) -> Any:
 
 # --- ready microbatches --------------------------------------------------------------------------
 
-# List of ready microbatches → the batch in its place, and the type of an item.
-_READY: dict[str, tuple[str, Any, str]] = {
-    "arg_mbs": (
-        "positional arguments",
-        (tuple, list),
-        "tuple of a call's arguments, such as (x,)",
-    ),
-    "kwarg_mbs": ("keyword arguments", Mapping, "dict of keyword arguments"),
-    "target_mbs": ("target=", object, ""),
-}
-
 
 def check_ready(ready: Mapping[str, Any], has_batch: Sequence[bool], num: int) -> None:
     """Check ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs``: each a list of ``num`` microbatches.
 
     ``has_batch`` says for each whether a batch to split was given as well.
     """
-    lengths = {}
-    for (name, mbs), also in zip(ready.items(), has_batch, strict=True):
+    kinds: tuple[Any, ...] = ((tuple, list), Mapping, object)
+    for (name, mbs), also, kind in zip(ready.items(), has_batch, kinds, strict=True):
         if mbs is None:
             continue
-        batch, kind, shown = _READY[name]
         if not hasattr(mbs, "__len__"):
             raise TypeError(f"{name} is a {type(mbs).__name__}, expected a list of microbatches")
         if also:
             raise ValueError(
-                f"{batch} and {name} were both given; pass a batch, which is split, or ready "
+                f"{name} was given beside a batch; pass a batch, which is split, or ready "
                 "microbatches"
             )
-        if wrong := [i for i, item in enumerate(mbs) if not isinstance(item, kind)]:
+        if wrong := [item for item in mbs if not isinstance(item, kind)]:
+            expected = "a dict" if kind is Mapping else "a tuple, such as (x,)"
             raise TypeError(
-                f"{name}[{wrong[0]}] is a {type(mbs[wrong[0]]).__name__}, expected the {shown}"
+                f"{name} holds a {type(wrong[0]).__name__}, expected {expected} of a call's "
+                "arguments for each microbatch"
             )
-        lengths[name] = len(mbs)
-    if len({*lengths.values()}) > 1:
-        raise ValueError(f"the lists of microbatches differ in length: {lengths}")
-    for length in lengths.values():
-        if length != num:
-            raise ValueError(f"{length} ready microbatches, expected n_microbatches={num}")
+        if len(mbs) != num:
+            raise ValueError(
+                f"{len(mbs)} ready microbatches in {name}, expected n_microbatches={num}"
+            )
 
 
 def inputs_digest(

@@ -27,7 +27,6 @@ from penstock.schedule.rules import INPUT_GRADS
 from penstock.stage import device_streams
 from penstock.stage.boundary import BoundarySpec, TensorMeta, describe
 from penstock.stage.offload import ActivationOffload, CopyStreams
-from penstock.stage.pytree import map_tensors
 from penstock.stage.recompute import RecomputeContext
 from penstock.stage.rng import RandomStream
 from penstock.stage.stage import MicrobatchState, Stage, detach_state
@@ -312,17 +311,14 @@ class StageRunner:
         self._forward(state)
         context.close()
         state.recompute = context
-        state.received = None if self._is_first else [context.restore(t) for t in received]
+        state.received = None if self._is_first else received
         state.roots, state.leaves, state.work = (), (), None
 
     def _recompute(self, state: MicrobatchState) -> None:
         """Run the forward again for its graph; its output has already been sent."""
         context, state.recompute = state.recompute, None
         assert context is not None
-        inputs = self._inputs(state)
-        if context.written_inputs:
-            inputs = map_tensors(context.restore, inputs)
-        args, kwargs, target = inputs
+        args, kwargs, target = self._inputs(state)
         with context.restored():
             output = self._run(state, args, kwargs)
             if self._is_last:

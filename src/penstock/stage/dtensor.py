@@ -10,7 +10,7 @@ import ``torch.distributed.tensor``, which takes a second, before user code has.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,8 +19,7 @@ from torch import Tensor
 from penstock.errors import BoundaryError
 
 __all__ = ["DTensorMeta", "MeshOf", "dtensor_meta", "encode_placement", "find_mesh"]
-__all__ += ["from_local", "full_tensor", "is_dtensor", "local_part", "max_magnitude"]
-__all__ += ["sharded_like"]
+__all__ += ["from_local", "full_tensor", "is_dtensor", "local_part", "sharded_like"]
 
 
 class DTensorMeta(NamedTuple):
@@ -98,23 +97,6 @@ def sharded_like(own: Any, value: Any) -> Any:
     return _torch_dtensor().distribute_tensor(
         value.to(own.device), own.device_mesh, own.placements, src_data_rank=None
     )
-
-
-def max_magnitude(tensors: Sequence[Any]) -> Tensor:
-    """The largest magnitude in DTensors of one mesh, a collective over it."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    summed = ([Replicate() if p.is_partial() else p for p in t.placements] for t in tensors)
-    pairs = zip(tensors, summed, strict=True)
-    parts = [t.redistribute(placements=placements).to_local() for t, placements in pairs]
-    # torch's max fails for a part without elements.
-    magnitudes = [part.abs().max() for part in parts if part.numel()]
-    here = torch.stack(magnitudes or [parts[0].new_zeros(())]).max().reshape(1)
-    # Gathered, not reduced: a maximum taken on the way may lose a NaN.
-    mesh = tensors[0].device_mesh
-    everywhere: Any = DTensor.from_local(here, mesh, [Shard(0)] * mesh.ndim, run_check=False)
-    found: Tensor = everywhere.full_tensor().max()
-    return found
 
 
 def from_local(part: Tensor, meta: DTensorMeta, mesh: Any) -> Tensor:

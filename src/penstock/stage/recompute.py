@@ -1,13 +1,13 @@
 """Restore what a forward depends on, so that it can be run again with the same result.
 
 Restores random generators and buffers, so that dropout draws the same mask, and BatchNorm counts a
-microbatch once. Tensors that the forward writes into are restored from copies. The first forward
-copies all buffers and inputs; later forwards copy only those written by the first one.
+microbatch once. The first forward copies all buffers; later forwards copy only those written by the
+first one. A forward that writes into its inputs is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -33,14 +33,10 @@ class Findings:
     undeferred: list[nn.Parameter] | None = None  # the parameters that are not deferred
     compiled: Any = None  # of ``compiled_parts``
     written_buffers: set[_Place] | None = None  # the buffers that it writes into
-    writes_inputs: bool | None = None  # whether it writes into any input
 
 
 class RecomputeContext:
-    """The state before one forward; ``restored`` once, around its repetition.
-
-    ``written_inputs`` has, by id, a copy of each input that the forward wrote into, and the input.
-    """
+    """The state before one forward; ``restored`` once, around its repetition."""
 
     def __init__(
         self, findings: Findings, device: torch.device, inputs: Sequence[Tensor] = ()
@@ -60,17 +56,17 @@ class RecomputeContext:
         }
         # A tensor of inference mode counts no versions, and can't be written into here.
         self._versions = [(t, version_of(t)) for t in inputs if not t.is_inference()]
-        copied = () if findings.writes_inputs is False else self._versions
-        self.written_inputs: Mapping[int, tuple[Tensor, Tensor]] = {
-            id(tensor): (tensor.detach().clone(), tensor) for tensor, _ in copied
-        }
 
     def close(self) -> None:
         """End the recorded forward; copies of tensors that it did not write into are dropped."""
         findings, recorded, versions = self._findings, self._recorded, self._versions
         self._recorded, self._versions = {}, []
         is_first = findings.written_buffers is None
-        written = {id(tensor) for tensor, version in versions if version_of(tensor) != version}
+        if any(version_of(tensor) != version for tensor, version in versions):
+            raise StageError(
+                "this forward writes into its inputs in place (as nn.ReLU(inplace=True) does), so "
+                "that it can't be run again; compute new tensors, or don't recompute this stage"
+            )
         changed: set[_Place] = set()
         reassigned: dict[_Place, Tensor | None] = {}
         for place, (buffer, version) in recorded.items():
@@ -85,20 +81,14 @@ class RecomputeContext:
             ):
                 changed.add(place)
         if findings.written_buffers is None:
-            findings.written_buffers, findings.writes_inputs = changed, bool(written)
-        late = [f"the buffer {name!r}" for _, name in changed - self._before.keys()]
-        if late or (written and not findings.writes_inputs):
+            findings.written_buffers = changed
+        for _, name in changed - self._before.keys():
             raise StageError(
-                f"this forward wrote into {late[0] if late else 'its inputs'}, and the first one "
-                "did not; don't recompute this stage"
+                f"this forward wrote into the buffer {name!r}, and the first one did not; don't "
+                "recompute this stage"
             )
-        self.written_inputs = {i: self.written_inputs[i] for i in written}
         known = findings.written_buffers
         self._before = reassigned | {p: b for p, b in self._before.items() if p in known}
-
-    def restore(self, tensor: Tensor) -> Tensor:
-        """An input's value before the recorded forward."""
-        return self.written_inputs.get(id(tensor), (tensor,))[0]
 
     @contextmanager
     def restored(self) -> Iterator[None]:

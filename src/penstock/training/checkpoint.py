@@ -306,6 +306,13 @@ def _named_params(model: Model, optimizer: torch.optim.Optimizer | None) -> list
             f"{num_foreign} of the optimizer's {len(params)} parameters are none of the "
             "model's; make the optimizer from the parameters of this model or pipeline"
         )
+    for param, state in () if optimizer is None else optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, dict | list):
+                raise PartitionError(
+                    f"the optimizer keeps {key!r} of {names[id(param)]} in a "
+                    f"{type(value).__name__}, which is saved as part of extra= alone"
+                )
     return [_Param(names[id(param)], param, group) for param, group in params]
 
 
@@ -320,26 +327,13 @@ def _flat_state(optimizer: torch.optim.Optimizer, params: Sequence[_Param]) -> d
 
 def _empty_states(metadata: Metadata, params: Mapping[str, Tensor]) -> dict[str, Any]:
     """Tensors to read the saved state of ``params`` into, since an optimizer that took no step has
-    none. Items of lists and dicts in the state are saved one by one."""
-    paths: Mapping[str, tuple[str | int, ...]] = metadata.planner_data or {}
-    empty: dict[str | int, Any] = {}
+    none."""
+    empty = {}
     for key, meta in metadata.state_dict_metadata.items():
-        _, *within = paths.get(key, ("optim", key.removeprefix("optim.")))
-        name, _, _ = str(within[0]).removeprefix("state.").rpartition(".")
+        name, _, _ = key.removeprefix("optim.state.").rpartition(".")
         if key.startswith("optim.state.") and name in params:
-            place = empty
-            for step in within[:-1]:
-                place = place.setdefault(step, {})
-            place[within[-1]] = _empty(meta, params[name])
-    return {str(entry): _with_lists(value) for entry, value in empty.items()}
-
-
-def _with_lists(value: Any) -> Any:
-    """Replace dicts with integer keys by lists."""
-    if not isinstance(value, dict):
-        return value
-    items = {key: _with_lists(item) for key, item in value.items()}
-    return [items[i] for i in sorted(items)] if all(isinstance(i, int) for i in items) else items
+            empty[key.removeprefix("optim.")] = _empty(meta, params[name])
+    return empty
 
 
 def _conflicts(params: Sequence[_Param], values: Mapping[str, Any]) -> list[str]:

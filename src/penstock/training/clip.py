@@ -19,7 +19,7 @@ from penstock.errors import StageError
 from penstock.parallel.shared_params import shared_params_of
 from penstock.runtime.comm.process_group import collective_call, control_group, gather_objects
 from penstock.stage.device_streams import indexed
-from penstock.stage.dtensor import full_tensor, is_dtensor, max_magnitude
+from penstock.stage.dtensor import full_tensor, is_dtensor
 
 __all__ = ["clip_grad_norm_"]
 
@@ -106,8 +106,8 @@ def _by_mesh(params: Iterable[Tensor]) -> list[list[Tensor]]:
 def _norm(params: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
     """The norm of the gradients, which are on one mesh."""
     grads = [param.grad for param in params if param.grad is not None]
-    if math.isinf(norm_type) and is_dtensor(grads[0]):
-        return max_magnitude(grads)
+    if math.isinf(norm_type) and is_dtensor(grads[0]):  # torch's fails for shards without elements
+        return torch.stack([full_tensor(grad).abs().max() for grad in grads]).max()
     # The norm of sharded gradients is sharded too.
     return full_tensor(torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach))
 
