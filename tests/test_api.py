@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.pipelining as peer
 from torch import nn
 from torch.distributed.pipelining import _IR as peer_ir
+from torch.distributed.pipelining import _backward as peer_backward
 from torch.distributed.pipelining import microbatch as peer_microbatch
 from torch.distributed.pipelining import schedules as peer_schedules
 from torch.distributed.pipelining import stage as peer_stage
@@ -109,7 +110,8 @@ def test_kinds_of_schedules_take_the_same_calls(name: str, method: str) -> None:
     [
         (peer_schedules, ("_PipelineSchedule", "_PipelineScheduleRuntime", "_ScheduleForwardOnly")),
         (peer_stage, ("_PipelineStageBase", "_PipelineStage")),
-        (peer_microbatch, ("_Replicate", "_CustomReducer", "sum_reducer")),
+        (peer_microbatch, ("_Replicate", "_CustomReducer", "sum_reducer", "BlockMask")),
+        (peer_backward, ("stage_backward", "stage_backward_input", "stage_backward_weight")),
     ],
 )
 def test_names_that_users_import_with_an_underscore(module: Any, names: tuple[str, ...]) -> None:
@@ -230,6 +232,9 @@ def test_nothing_public_of_the_peers_stage_is_missing() -> None:
             peer_microbatch.split_args_kwargs_into_chunks,
         ),
         (penstock.merge_chunks, peer_microbatch.merge_chunks),
+        (penstock.stage_backward, peer_backward.stage_backward),  # type: ignore[attr-defined]
+        (penstock.stage_backward_input, peer_backward.stage_backward_input),  # type: ignore[attr-defined]
+        (penstock.stage_backward_weight, peer_backward.stage_backward_weight),  # type: ignore[attr-defined]
         (penstock.TensorChunkSpec.__init__, peer_microbatch.TensorChunkSpec.__init__),
         (penstock.TensorChunkSpec.from_tuple, peer_microbatch.TensorChunkSpec.from_tuple),
         (penstock.TensorChunkSpec.from_dict, peer_microbatch.TensorChunkSpec.from_dict),

@@ -107,3 +107,23 @@ def test_options_of_later_versions_of_torch_are_taken() -> None:
         stages = [penstock.PipelineStage(nn.Linear(DIM, DIM), i, 2, CPU) for i in range(2)]
         schedule = penstock.get_schedule_class(name)(stages, 2, nn.MSELoss(), **options)  # type: ignore[arg-type]
         schedule.step(torch.ones(4, DIM), target=torch.ones(4, DIM), finalize_gradients=True)
+
+
+def test_chunk_specs_may_change_from_step_to_step() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+            return x * table.sum()
+
+    stage = penstock.PipelineStage(Scaled(), 0, 1, CPU)
+    rows = penstock.TensorChunkSpec(0)
+    schedule = penstock.ScheduleGPipe(stage, 2, kwargs_chunk_spec={"table": rows})
+    x, table = torch.ones(4, DIM), torch.arange(4.0)
+    halves = schedule.eval(x, table=table)
+    assert [half.mean() for half in halves.chunk(2)] == [1, 5]
+    before = schedule._kwargs_chunk_spec
+    assert before == {"table": rows}
+    schedule._kwargs_chunk_spec = {"table": None}
+    assert schedule.eval(x, table=table).mean() == 6
+    schedule._kwargs_chunk_spec = before
+    assert torch.equal(schedule.eval(x, table=table), halves)
+    assert schedule._args_chunk_spec is None is schedule._output_merge_spec

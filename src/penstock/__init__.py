@@ -99,6 +99,7 @@ _NAMES = {
         "UNSHARD RESHARD SEND_F RECV_F SEND_B RECV_B WAIT_SEND_F WAIT_SEND_B FULL_BACKWARD "
         "OVERLAP_F_B REDUCE_GRAD WAIT_REDUCE_GRAD"
     ),
+    "penstock.compat.backward": "stage_backward stage_backward_input stage_backward_weight",
     "penstock.compat.stage": "PipelineStage PipelineStageInfo TracedStage build_stage",
     "penstock.errors": (
         "PenstockError ScheduleError PartitionError StageError BoundaryError PeerError "
@@ -135,6 +136,7 @@ _NAMES = {
     "penstock.stage.rng": "draw_step_seed microbatch_rng",
     "penstock.stage.weight_grad.compiled": "compile_stage",
     "penstock.trace": "Trace Span",
+    "torch.nn.attention.flex_attention": "BlockMask",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.pipelining._backward as peer
 from torch import Tensor, nn
 
-from penstock.compat.backward import full_backward, input_backward, weight_backward
+from penstock.compat.backward import stage_backward, stage_backward_input, stage_backward_weight
 from penstock.errors import StageError
 from tests.stage.deferral_cases import (
     Block,
@@ -36,12 +36,14 @@ def walked(module: nn.Module, inputs: tuple[Tensor, ...], steps: int = 1) -> Gra
     for _ in range(steps):
         torch.manual_seed(1)
         outputs = outputs_of(module(*inputs))
-        grads, groups = input_backward(outputs, some_grads(outputs), inputs, module.parameters())
+        grads, groups = stage_backward_input(
+            outputs, some_grads(outputs), inputs, module.parameters()
+        )
         assert [g is None for g in grads] == [not x.requires_grad for x in inputs]
         left.append(groups)
     assert all(p.grad is None for p in module.parameters())
     for groups in left:
-        weight_backward(module.parameters(), groups)
+        stage_backward_weight(module.parameters(), groups)
     return gradients(module, inputs)
 
 
@@ -62,7 +64,7 @@ def test_full_backward(case: Case) -> None:
     module, inputs = copy.deepcopy(module), fresh(inputs)
     torch.manual_seed(1)
     outputs = outputs_of(module(*inputs))
-    grads = full_backward(outputs, some_grads(outputs), inputs)
+    grads = stage_backward(outputs, some_grads(outputs), inputs)
     assert all(x.grad is None for x in inputs)
     found = {name: p.grad for name, p in module.named_parameters()}
     found |= {f"input {i}": grad for i, grad in enumerate(grads)}
@@ -77,10 +79,10 @@ def test_the_same_as_torch_on_a_block() -> None:
     peer.stage_backward_weight(expected.parameters(), groups)
     x.grad = None
     out = module(x)
-    (ours,), groups = input_backward([out], [grad], [x], module.parameters())
+    (ours,), groups = stage_backward_input([out], [grad], [x], module.parameters())
     assert torch.equal(ours, x_grad)
     assert out.grad_fn is None
-    weight_backward(module.parameters(), groups)
+    stage_backward_weight(module.parameters(), groups)
     for got, wanted in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.equal(got.grad, wanted.grad)
 
@@ -94,19 +96,19 @@ def test_hooks_run_once_with_w() -> None:
     torch.autograd.backward([module(module(x))], [grad])
     expected, module.weight.grad = module.weight.grad, None
     seen.clear()
-    _, groups = input_backward([module(module(x))], [grad], [x], module.parameters())
+    _, groups = stage_backward_input([module(module(x))], [grad], [x], module.parameters())
     assert seen == []
-    weight_backward(module.parameters(), groups)
+    stage_backward_weight(module.parameters(), groups)
     assert seen == ["tensor", "accumulated"]
     torch.testing.assert_close(module.weight.grad, expected)
 
 
 def test_a_loss_needs_no_gradient() -> None:
     module, x = nn.Linear(3, 1), torch.randn(1, 3, requires_grad=True)
-    (full,) = full_backward(module(x).sum(), None, [x])
+    (full,) = stage_backward(module(x).sum(), None, [x])
     weight_grad, module.weight.grad = module.weight.grad, None
-    (split,), groups = input_backward([module(x).sum()], None, [x], module.parameters())
-    weight_backward(module.parameters(), groups)
+    (split,), groups = stage_backward_input([module(x).sum()], None, [x], module.parameters())
+    stage_backward_weight(module.parameters(), groups)
     assert torch.equal(full, split)
     assert torch.equal(module.weight.grad, weight_grad)
 
@@ -115,13 +117,13 @@ def test_outputs_without_a_gradient_take_no_part() -> None:
     x = torch.randn(3, requires_grad=True)
     a, b = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
     outputs = {"a": x * a, "rest": [x * b, 3, None]}
-    (grad,) = full_backward(outputs, {"a": torch.ones(3), "rest": [None, None, None]}, [x])
+    (grad,) = stage_backward(outputs, {"a": torch.ones(3), "rest": [None, None, None]}, [x])
     assert torch.equal(grad, a)
     assert b.grad is None
-    (grad,), groups = input_backward([x * a, x * b], [None, torch.ones(3)], [x], [a, b])
+    (grad,), groups = stage_backward_input([x * a, x * b], [None, torch.ones(3)], [x], [a, b])
     assert torch.equal(grad, b)
     a.grad = None
-    weight_backward([a, b], groups)
+    stage_backward_weight([a, b], groups)
     assert a.grad is None
     assert torch.equal(b.grad, x)
 
@@ -131,7 +133,7 @@ def test_outputs_nested_at_will() -> None:
     outputs = {"a": [x * 2, (x.sum(), None)], "b": x.detach(), "c": (x * 3,), "d": {"e": x * 5}}
     # Of one number a missing gradient stands for one; else there is none.
     given = {"a": [torch.ones(3), (None, None)], "b": torch.ones(3), "c": None, "d": None}
-    (grad,) = full_backward(outputs, given, [x])
+    (grad,) = stage_backward(outputs, given, [x])
     assert torch.equal(grad, torch.full((3,), 3.0)) and x.grad is None
 
 
@@ -139,31 +141,31 @@ def test_gradients_of_another_structure_are_refused() -> None:
     x = torch.ones(3, requires_grad=True)
     said = "must have the outputs' structure, .* of "
     with pytest.raises(StageError, match=said + r"a dict .*\['a'\], got a dict .*\['b'\]"):
-        full_backward({"a": x * 2}, {"b": torch.ones(3)}, [x])
+        stage_backward({"a": x * 2}, {"b": torch.ones(3)}, [x])
     with pytest.raises(StageError, match=said + "a Tensor, got a float"):
-        full_backward(x * 2, 1.0, [x])
+        stage_backward(x * 2, 1.0, [x])
     with pytest.raises(StageError, match=said + r"a tuple .*\[0, 1\], got a list .*\[0\]"):
-        full_backward((x * 2, x), [torch.ones(3)], [x])
+        stage_backward((x * 2, x), [torch.ones(3)], [x])
     with pytest.raises(StageError, match=said + r"a list .*\[0\], got a tuple .*\[\]"):
-        input_backward([x * 2], (), [x], [])
+        stage_backward_input([x * 2], (), [x], [])
 
 
 def test_weight_gradients_are_computed_once() -> None:
     module, x = nn.Linear(3, 1), torch.randn(1, 3, requires_grad=True)
-    _, groups = input_backward([module(x)], None, [x], module.parameters())
-    weight_backward(module.parameters(), groups)
+    _, groups = stage_backward_input([module(x)], None, [x], module.parameters())
+    stage_backward_weight(module.parameters(), groups)
     with pytest.raises(StageError, match="computed already"):
-        weight_backward(module.parameters(), groups)
+        stage_backward_weight(module.parameters(), groups)
 
 
 def test_a_gradient_may_stop_on_its_way() -> None:
     module, x = nn.Linear(3, 1), torch.randn(1, 3, requires_grad=True)
-    grads, groups = input_backward([Stops.apply(module(x))], None, [x], module.parameters())
-    assert (grads, weight_backward(module.parameters(), groups)) == ((None,), (None, None))
+    grads, groups = stage_backward_input([Stops.apply(module(x))], None, [x], module.parameters())
+    assert (grads, stage_backward_weight(module.parameters(), groups)) == ((None,), (None, None))
 
 
 def test_the_same_input_twice_gets_its_gradient_once() -> None:
     x = torch.ones(3, requires_grad=True)
-    grads, _ = input_backward([x * 2], None, [x, x], [])
+    grads, _ = stage_backward_input([x * 2], None, [x, x], [])
     assert torch.equal(grads[0], grads[1])
     assert torch.equal(x.grad, torch.full((3,), 2.0))

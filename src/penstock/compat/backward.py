@@ -1,8 +1,8 @@
 """Full and split backwards through an existing autograd graph, for manually driven stages.
 
-    full_backward      one pass: accumulates weight gradients, returns input gradients
-    input_backward     I: the same pass; returns input gradients, holds back the weights'
-    weight_backward    W: accumulates these
+    stage_backward           one pass: accumulates weight gradients, returns input gradients
+    stage_backward_input     I: the same pass; returns input gradients, holds back the weights'
+    stage_backward_weight    W: accumulates these
 
 A graph has no cheap way to the inputs alone and later to the weights alone. Stages whose forward
 runs in ``DeferredGrads`` compute the weights' in W.
@@ -21,16 +21,22 @@ from penstock._torch_compat import is_view
 from penstock.errors import StageError
 from penstock.stage.stage import holding_back
 
-__all__ = ["full_backward", "input_backward", "weight_backward"]
+__all__ = ["stage_backward", "stage_backward_input", "stage_backward_weight"]
 
 Grads: TypeAlias = tuple[Tensor | None, ...]
 
 
-def full_backward(stage_output: Any, output_grads: Any, input_values: Sequence[Any]) -> Grads:
+def stage_backward(
+    stage_output: Any,
+    output_grads: Any,
+    input_values: Sequence[Any],
+    outputs_with_grads_idxs: object = None,
+) -> Grads:
     """Run the full backward of a stage; returns the gradient of each input, or None.
 
     The outputs are a tensor, or tuples, lists and dicts of any values, and the gradients have the
-    same structure. None means no gradient, or 1.0 for a scalar tensor.
+    same structure. None means no gradient, or 1.0 for a scalar tensor. The last argument has no
+    effect, as in torch.
     """
     _backward(_paired(stage_output, output_grads))
     inputs = [v if isinstance(v, Tensor) and v.is_leaf else None for v in input_values]
@@ -41,7 +47,7 @@ def full_backward(stage_output: Any, output_grads: Any, input_values: Sequence[A
     return found
 
 
-def input_backward(
+def stage_backward_input(
     stage_outputs_or_loss: Tensor | Sequence[Tensor],
     output_grads: Sequence[Tensor | None] | None,
     input_values: Sequence[Any],
@@ -51,7 +57,7 @@ def input_backward(
 
     Detaches the outputs in place where possible, so that the graph is freed. Without
     ``output_grads`` they are ones. Returns the gradient of each input, or None, and the groups for
-    ``weight_backward``.
+    ``stage_backward_weight``.
     """
     given = stage_outputs_or_loss
     outputs = [given] if isinstance(given, Tensor) else list(given)
@@ -69,10 +75,13 @@ def input_backward(
     return tuple(None if each is None else each.grad for each in inputs), [{"held": held}]
 
 
-def weight_backward(weights: Iterable[Parameter], param_groups: list[dict[str, Any]]) -> Grads:
-    """Run W: accumulate the gradients in the groups of ``input_backward``; returns each ``.grad``.
+def stage_backward_weight(
+    weights: Iterable[Parameter], param_groups: list[dict[str, Any]], retain_graph: object = False
+) -> Grads:
+    """Run W: accumulate the gradients that ``stage_backward_input`` holds back; returns each
+    ``.grad``.
 
-    Hooks on the weights run once, here.
+    Hooks on the weights run once, here. ``retain_graph`` has no effect: I has run the graph.
     """
     for group in param_groups:
         if "held" not in group:

@@ -29,7 +29,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from penstock.cause import own_group, publishing_errors
-from penstock.compat.backward import full_backward, input_backward, weight_backward
+from penstock.compat.backward import stage_backward, stage_backward_input, stage_backward_weight
 from penstock.compat.exchange import ExchangingStage, ManualState, Phase
 from penstock.compat.torch_names import OF_STAGE, no_attribute
 from penstock.errors import StageError
@@ -355,14 +355,16 @@ class PipelineStage(ExchangingStage):
         self._replica_step.begin(self.submod)
         with self._no_sync():
             if backward_type == "weight":
-                grads = weight_backward(self.submod.parameters(), *arguments)
+                grads = stage_backward_weight(self.submod.parameters(), *arguments)
             # The graph of sharded parameters does not lead to the registered parameters.
             elif backward_type == "full" or self._replica_step.is_sharded:
-                grads = full_backward(*arguments)
+                grads = stage_backward(*arguments)
                 groups = [] if backward_type == "input" else None
             else:
                 output, received, inputs = arguments
-                grads, groups = input_backward(output, received, inputs, self.submod.parameters())
+                grads, groups = stage_backward_input(
+                    output, received, inputs, self.submod.parameters()
+                )
         self._replica_step.due |= last_backward
         if backward_type != "input":
             for state in self._deferred():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -29,6 +30,22 @@ from penstock.schedule.registry import build, family
 from penstock.trace import Trace
 
 __all__ = ["PipelineSchedule", "group_of"]
+
+
+class _ChunkSpec:
+    """A spec of the schedule's configuration by torch's name; setting it holds for later steps."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._field = name[1:]
+
+    def __get__(self, schedule: PipelineSchedule, owner: type) -> Any:
+        return getattr(schedule._config, self._field)
+
+    def __set__(self, schedule: PipelineSchedule, spec: Any) -> None:
+        schedule._config = replace(schedule._config, **{self._field: spec})
+        if schedule._engine is not None:
+            schedule.splitter.config = schedule._config
+
 
 # The schedules made per group: since every rank makes them in the same order, the number is an id.
 _num_made: Counter[str] = Counter()
@@ -65,6 +82,7 @@ class PipelineSchedule:
     """
 
     schedule_name: ClassVar[str | None] = None
+    _args_chunk_spec, _kwargs_chunk_spec, _output_merge_spec = (_ChunkSpec() for _ in range(3))
     _pair_function: PairFunction | None = None
 
     def __init__(

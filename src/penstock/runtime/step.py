@@ -83,6 +83,7 @@ class BatchSplitter:
     """Splits the batches of one schedule, and merges its results.
 
     Attributes:
+        config: the configuration, whose chunk specs may change between steps.
         has_first, has_last: whether inputs enter, and outputs leave, in this process.
 
     Raises:
@@ -90,7 +91,7 @@ class BatchSplitter:
     """
 
     def __init__(self, config: RunConfig, program: Program, stages: Mapping[int, Stage]) -> None:
-        self._config, self._dim = config, config.sequence_dim
+        self.config, self._dim = config, config.sequence_dim
         self._num_in_program, self._num_splits = program.num_microbatches, program.num_splits
         # The loss of a step is the mean over its microbatches.
         self._averages = config.loss_fn is not None and config.scale_grads
@@ -108,7 +109,7 @@ class BatchSplitter:
             ValueError: the batch can't be split, is given twice, or has another number of ready
                 microbatches.
         """
-        config, step = self._config, StepState(self._num_in_program)
+        config, step = self.config, StepState(self._num_in_program)
         num = config.n_microbatches
         step.keep_outputs = kwargs.pop("return_outputs", True)
         step.loss_kwargs = kwargs.pop("loss_kwargs", None) or {}
@@ -181,7 +182,7 @@ class BatchSplitter:
             if num > 1:
                 starts = range(0, len(outputs), num)
                 outputs = [self._join_chunks(outputs[i : i + num]) for i in starts]
-            return merge_chunks(outputs, self._config.output_merge_spec) if merge else outputs
+            return merge_chunks(outputs, self.config.output_merge_spec) if merge else outputs
         except ValueError as error:
             raise ValueError(
                 f"the step is done, but its outputs can't be merged: {error}; pass "
