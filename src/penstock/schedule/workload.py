@@ -15,8 +15,10 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Literal, NamedTuple, TypeAlias
 
-from penstock.schedule.list_schedule import ListScheduler
+from penstock.schedule.action import Op
+from penstock.schedule.list_schedule import KIND_OPS, ListScheduler
 from penstock.schedule.placement import Placement
+from penstock.schedule.program import Program
 from penstock.schedule.replay import DependencyReplay
 
 __all__ = ["Edges", "Objective", "Order", "TimedOrder", "Workload", "schedule_by_priority"]
@@ -147,6 +149,22 @@ class Workload:
             durations=self.durations,
         )
         return played if played.play() else None
+
+    def order(self, program: Program) -> Order:
+        """The order of a program's kinds, with full backwards split."""
+        stages = self.placement.num_stages
+        numbers: dict[Op, tuple[int, ...]]
+        numbers = {op: (number * stages,) for number, op in enumerate(KIND_OPS)}
+        numbers[Op.FULL_BACKWARD] = (stages, 2 * stages)
+        return tuple(
+            tuple(
+                first + part.stage
+                for step in steps
+                for part in step.parts
+                for first in numbers[part.op]
+            )
+            for steps in program.ranks
+        )
 
     def ids(self, kinds: Sequence[int]) -> list[int]:
         """The actions of a rank's kinds as integers: kind x microbatches + microbatch."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.errors import ScheduleError
+from penstock.schedule.families.common import with_weight_grads
 from penstock.schedule.passes import offload, recompute
 from penstock.schedule.program import Program
 from penstock.schedule.workload import schedule_by_priority
@@ -63,7 +64,12 @@ def reduce_memory(state: SearchState, allowed: Sequence[str]) -> None:
         for each in state.ranked(problem.placement, feasible=False)[:_TRIED]:
             order = problem.order(each.program)
             bases.setdefault(order, each.method)
-            bases.setdefault(_weights_at_once(problem, order), each.method)
+            # A recomputed activation stays in memory until its weight gradient, so a later weight
+            # gradient gains nothing.
+            stages = problem.placement.num_stages
+            short = [[kind for kind in kinds if kind < 2 * stages] for kinds in order]
+            at_once = tuple(tuple(with_weight_grads(kinds, stages)) for kinds in short)
+            bases.setdefault(at_once, each.method)
         for number, (order, method) in enumerate(bases.items()):
             base = problem.program(order, name="searched")
             for way in allowed:
@@ -71,24 +77,6 @@ def reduce_memory(state: SearchState, allowed: Sequence[str]) -> None:
                 if number and state.is_late(times=3):
                     return
                 _reduce(state, problem, base, way, method)
-
-
-def _weights_at_once(problem: SearchProblem, order: Order) -> Order:
-    """The order with each weight gradient right after its input gradient.
-
-    A recomputed activation stays in memory until its weight gradient, so a later weight gradient
-    gains nothing.
-    """
-    stages = problem.placement.num_stages
-    return tuple(
-        tuple(
-            part
-            for kind in kinds
-            if kind < 2 * stages
-            for part in ((kind,) if kind < stages else (kind, kind + stages))
-        )
-        for kinds in order
-    )
 
 
 def least_reduced(problems: Sequence[SearchProblem], way: str) -> float:

@@ -18,8 +18,9 @@ from typing import get_args
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
+from penstock.schedule.families.common import program_of
 from penstock.schedule.family import refuse_sizes
-from penstock.schedule.list_schedule import KIND_OPS, actions_of, kind_needs
+from penstock.schedule.list_schedule import KIND_OPS, kind_needs
 from penstock.schedule.placement import Placement, looped, wave
 from penstock.schedule.program import Program
 from penstock.schedule.wording import number_of
@@ -108,25 +109,8 @@ class SearchProblem(Workload):
 
     def program(self, order: Sequence[Sequence[int]], *, name: str) -> Program:
         """The program that runs kinds in this order."""
-        width = self.num_microbatches
-        ranks = actions_of(self.placement, order, microbatches=width, full=not self.splits)
-        return Program(name=name, placement=self.placement, num_microbatches=width, ranks=ranks)
-
-    def order(self, program: Program) -> Order:
-        """The order of a program's kinds, with full backwards split; inverse of ``program``."""
-        stages = self.placement.num_stages
-        numbers: dict[Op, tuple[int, ...]]
-        numbers = {op: (number * stages,) for number, op in enumerate(KIND_OPS)}
-        numbers[Op.FULL_BACKWARD] = (stages, 2 * stages)
-        return tuple(
-            tuple(
-                first + part.stage
-                for step in steps
-                for part in step.parts
-                for first in numbers[part.op]
-            )
-            for steps in program.ranks
-        )
+        microbatches, full = self.num_microbatches, not self.splits
+        return program_of(name, self.placement, microbatches, order, full=full)
 
 
 def problems_of(

@@ -23,6 +23,7 @@ __all__ = [
     "phased",
     "phased_v",
     "program_of",
+    "with_weight_grads",
 ]
 
 Phases: TypeAlias = Sequence[tuple[int, str]]
@@ -109,12 +110,12 @@ def alternating(
             warmup=extra + ahead * (num_ranks - 1 - rank),
         )
         if behind is not None:
-            order = _with_weight_grads(order, num_stages, behind * rank)
+            order = with_weight_grads(order, num_stages, behind * rank)
         orders.append(order)
     return program_of(name, placement, microbatches, orders, full=behind is None)
 
 
-def _with_weight_grads(order: list[int], stages: int, behind: int) -> list[int]:
+def with_weight_grads(order: Sequence[int], stages: int, behind: int = 0) -> list[int]:
     """``order`` with a weight gradient after each input gradient but the first ``behind``."""
     merged: list[int] = []
     waiting: deque[int] = deque()
@@ -128,7 +129,22 @@ def _with_weight_grads(order: list[int], stages: int, behind: int) -> list[int]:
 
 
 def phased(
-    phases: Phases, *, placement: Placement, stages: Sequence[int], microbatches: int
+    name: str,
+    placement: Placement,
+    microbatches: int,
+    ranks: Iterable[tuple[Sequence[int], Phases]],
+) -> Program:
+    """A program from the phases of each rank, with its stages by loop."""
+    return Program(
+        name=name,
+        placement=placement,
+        num_microbatches=microbatches,
+        ranks=tuple(_phased(placement, microbatches, *each) for each in ranks),
+    )
+
+
+def _phased(
+    placement: Placement, microbatches: int, stages: Sequence[int], phases: Phases
 ) -> tuple[Step, ...]:
     """The phases of a rank with these ``stages`` as steps, each op with its next microbatch.
 
@@ -167,13 +183,5 @@ def phased_v(name: str, ranks: int, microbatches: int, phases: Callable[..., Pha
     placement = v_shape(ranks)
     # Below 2P the phases would overlap, so take the first microbatches of a full V.
     full = max(microbatches, 2 * ranks)
-    steps = tuple(
-        phased(
-            phases(rank, ranks, full),
-            placement=placement,
-            stages=placement.stages_of(rank),
-            microbatches=microbatches,
-        )
-        for rank in range(ranks)
-    )
-    return Program(name=name, placement=placement, num_microbatches=microbatches, ranks=steps)
+    each = ((placement.stages_of(rank), phases(rank, ranks, full)) for rank in range(ranks))
+    return phased(name, placement, microbatches, each)

@@ -11,10 +11,8 @@ from math import inf
 from typing import TypeAlias
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Op
-from penstock.schedule.list_schedule import KIND_OPS, PerStage, kind_needs, list_schedule
+from penstock.schedule.list_schedule import PerStage, kind_needs, list_schedule
 from penstock.schedule.placement import Placement
-from penstock.schedule.program import Program
 from penstock.schedule.workload import Order, Workload, schedule_by_priority
 
 __all__ = ["StageCost", "CostedStep", "Latency"]
@@ -99,7 +97,10 @@ class CostedStep:
         return self.span <= self._least * (1 + _NEAR)
 
     def add(self, order: Sequence[Sequence[int]]) -> None:
-        """Keep an order if it is better; of equal ones the first stays."""
+        """Keep an order if it is better; of equal ones the first stays.
+
+        For full backwards, weight gradients take no time, and may be left out.
+        """
         played = self.work.play([self.work.ids(kinds) for kinds in order])
         if played is None:
             return
@@ -111,17 +112,6 @@ class CostedStep:
         if shorter or (not longer and makespan < self._makespan * (1 - _NEAR)):
             self.order = tuple(map(tuple, order))
             self.span, self._makespan = span, makespan
-
-    def add_program(self, program: Program) -> None:
-        """Add the order of another schedule's program."""
-        stages = self._placement.num_stages
-        ops = (Op.FORWARD, Op.FULL_BACKWARD) if self._full else KIND_OPS
-        self.add(
-            [
-                [ops.index(act.op) * stages + act.stage for step in steps for act in step.parts]
-                for steps in program.ranks
-            ]
-        )
 
     def add_filled(
         self,

@@ -47,26 +47,13 @@ def dualpipev(*, ranks: int, microbatches: int) -> Program:
 
 def dualpipe(*, ranks: int, microbatches: int) -> Program:
     """Microbatches enter a pipeline at both ends, each end overlapping the other's passes."""
-    placement = bidirectional(ranks)
-    programs = []
+    placement, phases = bidirectional(ranks), []
     for rank in range(ranks):
-        down, up = placement.stages_of(rank)
         place = min(rank, ranks - 1 - rank)
-        programs.append(
-            phased(
-                _phases(place, ranks // 2, microbatches // 2),
-                placement=placement,
-                # The stage nearer to the entry of its copy is the upper arm of the V.
-                stages=(down, up) if rank == place else (up, down),
-                microbatches=microbatches,
-            )
-        )
-    return Program(
-        name="dualpipe",
-        placement=placement,
-        num_microbatches=microbatches,
-        ranks=tuple(programs),
-    )
+        # The stage nearer to the entry of its copy is the upper arm of the V.
+        stages = placement.stages_of(rank)[:: 1 if rank == place else -1]
+        phases.append((stages, _phases(place, ranks // 2, microbatches // 2)))
+    return phased("dualpipe", placement, microbatches, phases)
 
 
 def _phases(rank: int, ranks: int, microbatches: int) -> Phases:

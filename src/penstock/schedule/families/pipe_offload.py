@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.schedule.families.common import program_of
+from penstock.schedule.families.common import program_of, with_weight_grads
 from penstock.schedule.families.interleaved import gis
 from penstock.schedule.families.periodic import PeriodicPattern, chain_pattern
 from penstock.schedule.passes import offload
@@ -42,12 +42,8 @@ __all__ = ["po_f", "po_h"]
 def po_h(*, ranks: int, microbatches: int, virtual: int, ahead: int = 1) -> Program:
     """Interleaved, the activations of the earlier stages offloaded to the host."""
     placement = looped(ranks, virtual)
-    stages = placement.num_stages
-    # A weight gradient follows its input gradient.
-    orders = [
-        [each for kind in order for each in ((kind,) if kind < stages else (kind, kind + stages))]
-        for order in _pattern(placement, virtual).orders(placement, microbatches=microbatches)
-    ]
+    orders = _pattern(placement, virtual).orders(placement, microbatches=microbatches)
+    orders = [with_weight_grads(order, placement.num_stages) for order in orders]
     program = program_of("po-h", placement, microbatches, orders)
     earlier = range(ranks * -(-virtual // 2))
     return offload(program, stages=earlier, ahead=ahead)

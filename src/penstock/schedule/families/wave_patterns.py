@@ -150,7 +150,7 @@ def _v_program(
     if not costs:
         return program
     step = CostedStep(name, placement, microbatches, limit, full=full, **costs)
-    step.add_program(program)
+    step.add(step.work.order(program))
     own = [[kind for kind in kinds if kind < 2 * placement.num_stages] for kinds in step.order]
     for order, other in product((orders, own), (spare, None)):
         # Slow messages may leave an order beyond its memory.

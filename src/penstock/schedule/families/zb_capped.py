@@ -75,7 +75,7 @@ def _best(
         step.add_filled(orders, spare=spare)
     for other in (zb_h1, zb_h2):
         if other is zb_h1 or limit >= 2 * ranks - 1:
-            step.add_program(other(ranks=ranks, microbatches=microbatches))
+            step.add(step.work.order(other(ranks=ranks, microbatches=microbatches)))
     for share, (forwards, weights) in product(weight_shares, _PATIENCE):
         if not step.is_done:
             step.add_urgent(forwards=forwards, weights=weights, weight_share=share)

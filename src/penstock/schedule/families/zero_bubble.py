@@ -82,7 +82,7 @@ def zbv(*, ranks: int, microbatches: int, **costs: Any) -> Program:
     if not costs:
         return program
     step = CostedStep("zbv", program.placement, microbatches, 2 * ranks, **costs)
-    step.add_program(program)
+    step.add(step.work.order(program))
     if step.is_done:
         return program
     forwards_and_backwards = [[kind for kind in kinds if kind < 4 * ranks] for kinds in step.order]
