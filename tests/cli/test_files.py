@@ -208,7 +208,7 @@ def test_host_transfers_and_recomputations_become_costs() -> None:
 def test_render_warns_above_the_memory_limit(penstock: Command, tmp_path: Path) -> None:
     page, trace = str(tmp_path / "page.html"), str(tmp_path / "trace.json")
     output = penstock("render", "1f1b", "--memory", "2", "-o", page)
-    assert (output.code, output.err) == (0, "over the memory limit of 2 on ranks 0, 1\n")
+    assert (output.code, output.err) == (0, "over the memory limit of 2 on ranks 0 to 1\n")
     assert penstock("render", "1f1b", "--memory", "4", "-o", page).err == ""
     save_perfetto(measured(), tmp_path / "trace.json")
     for alone in ((), ("--alone",)):

@@ -148,7 +148,7 @@ def test_jitter_makes_it_longer_and_a_seed_repeats_it(penstock: Command) -> None
 
 def test_a_memory_limit_is_compared_with_the_peak(penstock: Command) -> None:
     output = penstock("simulate", "1f1b", "--memory", "2")
-    assert (output.code, output.err) == (0, "over the memory limit of 2 on ranks 0, 1\n")
+    assert (output.code, output.err) == (0, "over the memory limit of 2 on ranks 0 to 1\n")
     assert penstock("simulate", "1f1b", "--memory", "2", "--json").err == output.err
     assert penstock("simulate", "1f1b", "--memory", "4").err == ""
 
@@ -159,8 +159,8 @@ def test_compare_marks_schedules_over_the_memory_limit(penstock: Command) -> Non
     assert rows["gpipe"][-3:] == ["8,8,8,8", "over", "48"]
     assert rows["1f1b"][-2:] == ["4,3,2,1", "48"]
     assert output.err == (
-        "gpipe: over the memory limit of 4 on ranks 0, 1, 2, 3\n"
-        "zb-h2: over the memory limit of 4 on ranks 0, 1, 2, 3\n"
+        "gpipe: over the memory limit of 4 on ranks 0 to 3\n"
+        "zb-h2: over the memory limit of 4 on ranks 0 to 3\n"
     )
     assert penstock("compare", "gpipe", "1f1b", "--memory", "8").err == ""
     # Peaks of a rank's whole part, as the table shows them: 5.5 here, from 11 of half the size.
@@ -232,6 +232,22 @@ def test_numbers_never_wrap_on_narrow_terminals(
     output = penstock("compare", "zb-h1", "gis:virtual=4", "--ranks", "8", "--microbatches", "32")
     for figures in (("103", "6.80%", "448"), ("99.5", "3.52%", "1984")):
         assert set(figures) <= set(output.out.split())
+
+
+def test_a_comparison_fits_80_columns(penstock: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options stand below their schedule, and of the peaks the highest, where there is no room."""
+    monkeypatch.setenv("COLUMNS", "80")
+    names = ["1f1b", "zbv", "interleaved-1f1b:virtual=4", "interleaved-zb:virtual=4"]
+    sizes = ["--ranks", "8", "--microbatches", "32", "--memory", "9"]
+    for more in ([], ["--ranks", "64", "--microbatches", "512", "--forward", "0.00123"]):
+        output = penstock("compare", *names, *sizes, *more).out
+        assert max(map(len, output.splitlines())) <= 80
+        assert [line.split()[0] for line in output.splitlines()[-6:]] == [
+            "1f1b", "zbv", "interleaved-1f1b", ":virtual=4", "interleaved-zb", ":virtual=4",
+        ]  # fmt: skip
+    rows = cells(penstock("compare", *names, *sizes).out)
+    assert rows["1f1b"] == ["1", "117", "17.95%", "117", "17.95%", "8", "448"]
+    assert rows["interleaved-1f1b"][-3:] == ["9.75", "over", "1984"]
 
 
 def test_options_go_to_the_schedules_that_take_them(penstock: Command) -> None:

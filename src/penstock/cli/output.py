@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from penstock.schedule.wording import number_of
+from penstock.schedule.wording import number_of, runs_of
 from penstock.simulate.memory import exceeds
 from penstock.simulate.simulation import Simulation
 
@@ -32,8 +32,8 @@ __all__ = [
 
 # The width for piped output, which Rich would wrap at 80 columns.
 _PIPED_WIDTH = 140
-# The space between two columns of a table, in characters.
-_GAP = 3
+# The space between two columns of a table, in characters: usually, and where that is too wide.
+_GAP, _NARROW_GAP = 3, 2
 
 
 def escape_unencodable() -> None:
@@ -83,13 +83,19 @@ def table(*columns: str, numbers: Sequence[str] = (), title: str | None = None) 
 
 
 def print_table(shown: Table) -> None:
-    """Print a table made by ``table``; numbers never wrap, even on a narrow console."""
+    """Print a table made by ``table``; numbers never wrap, even on a narrow console, where
+    columns stand closer together."""
     to = console()
     for column in shown.columns:
         unwrapped = column.no_wrap or column.justify == "right"
         kept = (*str(column.header).split(), *(column.cells if unwrapped else ()))
         column.min_width = max((to.measure(text).maximum for text in kept), default=0)
-    to.width = max(to.width, sum((column.min_width or 0) + _GAP for column in shown.columns))
+    least, gap = sum(column.min_width or 0 for column in shown.columns), _GAP
+    if least + gap * len(shown.columns) > to.width:
+        shown.padding, shown.show_edge, gap = (0, _NARROW_GAP - 1, 0, 0), False, _NARROW_GAP
+        for column in shown.columns:
+            column.width = column.min_width if column.justify == "right" else None
+    to.width = max(to.width, least + gap * len(shown.columns))
     to.print(shown, crop=False)
 
 
@@ -119,11 +125,11 @@ def peaks_text(result: Simulation) -> str:
 
 def over_limit(peaks: Sequence[float], limit: float | None) -> str | None:
     """A line about the ranks that exceed a memory limit; None if no rank does."""
-    over = [str(rank) for rank, peak in enumerate(peaks) if exceeds(peak, limit)]
+    over = [rank for rank, peak in enumerate(peaks) if exceeds(peak, limit)]
     if limit is None or not over:
         return None
     ranks = "rank" if len(over) == 1 else "ranks"
-    return f"over the memory limit of {number(limit)} on {ranks} {', '.join(over)}"
+    return f"over the memory limit of {number(limit)} on {ranks} {runs_of(over)}"
 
 
 def per_rank(values: tuple[float, ...], *, most: int = 80) -> str:

@@ -45,8 +45,9 @@ _PER = (
     "Whether costs and --memory are those of a rank's part of the model, of which a stage of V per "
     "rank takes and holds 1/V, or those of each stage."
 )
-# The longest peaks of all ranks in the table, in characters.
-_MOST = 16
+# Below this width the table of ``compare`` has options below the schedule's name, and the fullest
+# rank's peak.
+_NARROW = 100
 
 
 class Per(Enum):
@@ -135,8 +136,11 @@ def compare(
     """
     costs = settings.costs()
     _refuse_unused(schedules, settings)
-    numbers = ("stages per rank", "makespan", "bubble", "span", "span bubble", "messages")
-    shown = out.table("schedule", *numbers[:5], "peak per rank", "messages", numbers=numbers)
+    narrow = out.console().width < _NARROW
+    peak = "highest peak" if narrow else "peak per rank"
+    times = ("stages per rank", "makespan", "bubble", "span", "span bubble")
+    numbers = (*times, "highest peak", "messages")
+    shown = out.table("schedule", *times, peak, "messages", numbers=numbers)
     failed: dict[str, ScheduleError] = {}
     faults = []
     for name in schedules:
@@ -146,19 +150,21 @@ def compare(
             failed[name] = error
             continue
         label = name if ":" in name else result.program.name
-        peaks = out.per_rank(tuple(peak / share for peak in result.peak_in_flight), most=_MOST)
+        held = tuple(peak / share for peak in result.peak_in_flight)
+        peaks = out.number(max(held)) if narrow else out.per_rank(held, most=16)
         if fault is not None:
             peaks = f"[yellow]{peaks} over[/]"
             faults.append(f"{label}: {fault}")
         virtual = result.program.num_stages / result.program.num_ranks
         shown.add_row(
-            out.plain(label), out.number(virtual), out.number(result.makespan),
+            out.plain(label.replace(":", "\n :", 1) if narrow else label),
+            out.number(virtual), out.number(result.makespan),
             f"{result.bubble_ratio:.2%}", out.number(result.span),
             f"{result.span_bubble_ratio:.2%}", peaks, str(result.messages),
         )  # fmt: skip
     if not shown.row_count:
         raise next(iter(failed.values()))
-    out.console().print(SAME_MODEL if per is Per.RANK else SAME_STAGES, soft_wrap=True)
+    out.console().print(SAME_MODEL if per is Per.RANK else SAME_STAGES)
     out.print_table(shown)
     for name, refusal in failed.items():
         reason = " ".join(message_of(refusal).split()).replace(f"{name}: ", "", 1)

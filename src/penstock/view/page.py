@@ -15,7 +15,6 @@ from typing import Any
 from bokeh.embed import file_html
 from bokeh.resources import INLINE
 
-from penstock.schedule.action import Op
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.wording import numbers_of
 from penstock.simulate.measured import Difference, compare_traces
@@ -231,11 +230,9 @@ def legend_html(traces: Sequence[Trace]) -> str:
         look = f"background:{LOOKS[op].colour};color:{palette.ink(LOOKS[op].colour)}"
         chips.append((LOOKS[op].name, look, op.value[0] if op in COMPUTE else ""))
     chips.append(("idle", "background:#fff;border:1px solid #b9c3cd", ""))
-    stages = {(i, s.rank, s.action.stage) for i, trace in enumerate(traces) for s in trace.spans}
-    if len(stages) > len({place[:2] for place in stages}):
-        first, last = (palette.shade(LOOKS[Op.FORWARD].colour, step, 2) for step in (0, 1))
-        look = f"background:linear-gradient(90deg,{first} 50%,{last} 50%)"
-        chips.append(("a rank's first, last stage", look, ""))
+    if ends := palette.stage_shades(traces):
+        look = "background:linear-gradient(90deg,{} 50%,{} 50%)".format(*ends)
+        chips.append((palette.STAGE_SHADES, look, ""))
     if any(trace.overlapped_pairs for trace in traces):
         chips.append(("run as one block", f"background:#fff;border:2px solid {palette.FRAME}", ""))
     chips.append(("memory held", "background:#e6c68b", ""))

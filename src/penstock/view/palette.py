@@ -6,6 +6,7 @@ forwards blue, backwards green-blue, weight gradients green, idle time white.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from penstock.schedule.action import Op
@@ -14,8 +15,9 @@ from penstock.schedule.wording import numbers_of
 from penstock.trace import Trace
 
 __all__ = [
-    "FONT", "FRAME", "LOOKS", "Look", "SAME_MODEL", "SAME_STAGES", "amount", "ink", "shade",
-    "shades", "sizes_text", "time_text",
+    "FONT", "FRAME", "LOOKS", "Look", "SAME_MODEL", "SAME_STAGES", "STAGE_SHADES", "amount",
+    "ink", "shade",
+    "shades", "sizes_text", "stage_shades", "time_text",
 ]  # fmt: skip
 
 FRAME = "#1c2733"
@@ -91,6 +93,19 @@ def shades(trace: Trace) -> dict[tuple[int, Op, int], str]:
         (rank, op, stage): shade(LOOKS[op].colour, stages[rank].index(stage), len(stages[rank]))
         for rank, op, stage in used
     }
+
+
+STAGE_SHADES = "a rank's first, last stage"
+"""The meaning of dark and light in a legend."""
+
+
+def stage_shades(traces: Iterable[Trace]) -> tuple[str, str] | None:
+    """The darkest and the lightest shade, for a legend; None if no rank has several stages."""
+    stages = {(i, s.rank, s.action.stage) for i, trace in enumerate(traces) for s in trace.spans}
+    if len(stages) == len({place[:2] for place in stages}):
+        return None
+    colour = LOOKS[Op.FORWARD].colour
+    return shade(colour, 0, 2), shade(colour, 1, 2)
 
 
 def ink(colour: str) -> str:

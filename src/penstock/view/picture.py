@@ -15,7 +15,7 @@ from penstock.errors import PenstockError
 from penstock.schedule.wording import number_of
 from penstock.trace import Trace
 from penstock.view.layout import Columns, Drawing, arrange, ops_drawn
-from penstock.view.palette import FRAME, LOOKS, time_text
+from penstock.view.palette import FRAME, LOOKS, STAGE_SHADES, stage_shades, time_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -169,10 +169,18 @@ def _draw_labels(axes: Axes, boxes: Columns, inches: float) -> None:
 
 
 def _draw_legend(figure: Figure, traces: Sequence[Trace]) -> None:
+    from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    patches = [Patch(facecolor=LOOKS[op].colour, label=LOOKS[op].name) for op in ops_drawn(traces)]
-    patches.append(Patch(facecolor="white", edgecolor="#bbbbbb", label="idle"))
+    entries: dict[str, Any] = {
+        LOOKS[op].name: (Patch(facecolor=LOOKS[op].colour),) for op in ops_drawn(traces)
+    }
+    entries["idle"] = (Patch(facecolor="white", edgecolor="#bbbbbb"),)
+    if ends := stage_shades(traces):
+        entries[STAGE_SHADES] = tuple(Patch(facecolor=end) for end in ends)
     if any(trace.overlapped_pairs for trace in traces):
-        patches.append(Patch(facecolor="white", edgecolor=FRAME, label="run as one block"))
-    figure.legend(handles=patches, loc="lower right", ncols=len(patches), fontsize=8, frameon=False)
+        entries["run as one block"] = (Patch(facecolor="white", edgecolor=FRAME),)
+    figure.legend(
+        list(entries.values()), list(entries), loc="lower right", ncols=len(entries), fontsize=8,
+        frameon=False, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+    )  # fmt: skip
