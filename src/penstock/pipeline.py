@@ -200,7 +200,9 @@ class Pipeline(ModelState):
         kwargs.setdefault("return_outputs", False)
         if target is None and self._takes_model_call:
             # The model may compute its own loss from labels among its arguments.
-            kwargs.setdefault("target_mbs", [None] * self._schedule.n_microbatches)
+            ready = kwargs.get("kwarg_mbs") or kwargs.get("arg_mbs")
+            num = self._schedule.n_microbatches if ready is None else len(ready)
+            kwargs.setdefault("target_mbs", [None] * num)
         args, kwargs = self._moved(args, kwargs | {"target": target})
         self._schedule.step(*args, **kwargs)
         losses = self._schedule.losses

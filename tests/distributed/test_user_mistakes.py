@@ -109,10 +109,10 @@ def step_beside_eval(rank: int, group: dist.ProcessGroup) -> object:
     return step(rank, schedule) if rank == 0 else schedule.eval()
 
 
-def too_short_lists(rank: int, group: dist.ProcessGroup) -> object:
+def too_long_lists(rank: int, group: dist.ProcessGroup) -> object:
     schedule = make_schedule(rank, group)
     if rank == 0:
-        return schedule.step(arg_mbs=[(BATCH,)] * 3)
+        return schedule.step(arg_mbs=[(BATCH,)] * 5)
     return schedule.step(target=BATCH)
 
 
@@ -399,11 +399,8 @@ MISTAKES = {
     "step beside eval": Mistake(
         step_beside_eval, (SCH, SCH), r"rank 0 in step\(\).*rank 1 in eval\(\).*same order"
     ),
-    "too short lists": Mistake(
-        too_short_lists,
-        ("ValueError", P),
-        "3 ready microbatches in arg_mbs, expected n_microbatches=4",
-        (0,),
+    "too long lists": Mistake(
+        too_long_lists, ("ValueError", P), "5 ready microbatches in arg_mbs, expected 1 to", (0,)
     ),
     "other microbatches": Mistake(
         other_microbatches, (SCH, SCH), "do not agree on .*microbatches.*rank 0: .*4.*rank 1: .*5"
@@ -617,7 +614,7 @@ class NothingRan:
             without_grad,
             lambda: call(schedule.eval if rank == self.culprit else schedule.step),
             partial(good, 4),
-            partial(call, schedule.eval, arg_mbs=[()]),
+            partial(call, schedule.eval, arg_mbs=[()] * 5),
             lambda: call(schedule.eval, 2),
             lambda: schedule.trace() if rank == self.culprit else call(schedule.step),
             partial(good, 2),

@@ -223,13 +223,24 @@ def test_ready_microbatches_of_the_wrong_number() -> None:
     both = twins()
     pairs = [features(2, i) for i in range(4)]
     args, targets = [(x,) for x, _ in pairs], [y for _, y in pairs]
-    with pytest.raises(ValueError, match="4 ready microbatches, expected n_microbatches=3"):
+    with pytest.raises(
+        ValueError, match="4 ready microbatches in arg_mbs, expected 1 to n_microbatches=3"
+    ):
         both.pipe.step(arg_mbs=args, target_mbs=targets)
-    with pytest.raises(ValueError, match="differ in length"):
+    with pytest.raises(ValueError, match="4 ready microbatches in target_mbs"):
         both.pipe.step(arg_mbs=args[:3], target_mbs=targets)
     with pytest.raises(TypeError, match="arg_mbs is a generator, expected a list"):
         both.pipe.step(arg_mbs=(mb for mb in args), target_mbs=targets)
     both.step(arg_mbs=args[:3], target_mbs=targets[:3])
+
+
+def test_fewer_ready_microbatches_than_the_schedule_has() -> None:
+    """As many run as are given: those of the last, shorter step of an epoch."""
+    both = twins(mbs=4)
+    for num in (4, 2, 1, 4):
+        pairs = [features(2, i) for i in range(num)]
+        both.step(arg_mbs=[(x,) for x, _ in pairs], target_mbs=[y for _, y in pairs])
+        assert len(both.pipe.losses) == num
 
 
 def test_a_batch_with_fewer_rows_than_microbatches() -> None:

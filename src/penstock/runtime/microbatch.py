@@ -308,10 +308,11 @@ def _merge_leaf(column: tuple[Any, ...], spec: Any) -> Any:
 
 
 def check_ready(ready: Mapping[str, Any], has_batch: Sequence[bool], num: int) -> None:
-    """Check ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs``: each a list of ``num`` microbatches.
+    """Check ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs``: lists of one length, at most ``num``.
 
     ``has_batch`` says for each whether a batch to split was given as well.
     """
+    length = 0
     kinds: tuple[Any, ...] = ((tuple, list), Mapping, object)
     for (name, mbs), also, kind in zip(ready.items(), has_batch, kinds, strict=True):
         if mbs is None:
@@ -329,9 +330,11 @@ def check_ready(ready: Mapping[str, Any], has_batch: Sequence[bool], num: int) -
                 f"{name} holds a {type(wrong[0]).__name__}, expected {expected} of a call's "
                 "arguments for each microbatch"
             )
-        if len(mbs) != num:
+        length = length or len(mbs)
+        if not 0 < len(mbs) == length <= num:
             raise ValueError(
-                f"{len(mbs)} ready microbatches in {name}, expected n_microbatches={num}"
+                f"{len(mbs)} ready microbatches in {name}, expected 1 to n_microbatches={num}, and "
+                "as many in each list"
             )
 
 

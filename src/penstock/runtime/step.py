@@ -117,6 +117,7 @@ class BatchSplitter:
         ready = {name: kwargs.pop(name, None) for name in ("arg_mbs", "kwarg_mbs", "target_mbs")}
         whole = (bool(args), bool(kwargs), target is not None)
         microbatch.check_ready(ready, whole, num)
+        num = next((len(mbs) for mbs in ready.values() if mbs is not None), num)
         # Row counts of the tensors that count here: where inputs enter, and losses are computed.
         rows: dict[int, torch.Size] = {}
         specs = (config.args_chunk_spec, config.kwargs_chunk_spec)

@@ -86,7 +86,7 @@ def plain_step(
         (2, False)
     """
     ready = [len(mbs) for mbs in (arg_mbs, kwarg_mbs, target_mbs) if mbs is not None]
-    num = n_microbatches if n_microbatches is not None else next(iter(ready), None)
+    num = next(iter(ready), n_microbatches)
     if num is None:
         raise ValueError("pass n_microbatches=, or lists of ready microbatches")
     rows: dict[int, torch.Size] = {}

@@ -41,11 +41,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from penstock.cause import default_group
 from penstock.errors import PartitionError
 from penstock.runtime.comm.process_group import collective_call, gather_objects
-from penstock.stage.dtensor import sharded_like
+from penstock.stage.dtensor import full_tensor, sharded_like
+from penstock.stage.pytree import map_tensors
 from penstock.stage.rng import random_states, set_random_states
 from penstock.training.model_state import refuse_common
 
-__all__ = ["Model", "load", "load_optimizer_state", "optimizer_state", "save"]
+__all__ = ["Model", "load", "load_optimizer_state", "optimizer_state", "plain_optimizer_state"]
+__all__ += ["save"]
 
 T = TypeVar("T")
 Folder: TypeAlias = str | PathLike[str]
@@ -280,6 +282,44 @@ def optimizer_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str,
         0.5
     """
     return _flat_state(optimizer, _named_params(model, optimizer))
+
+
+def plain_optimizer_state(
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[Sequence[str]],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any] | None:
+    """Gather the state of the plain model's optimizer, as ``load_optimizer_state`` takes it.
+
+    Args:
+        model: gives the names of this process's parameters.
+        optimizer: of these parameters.
+        names: by parameter group, the names of all parameters of the plain model's optimizer.
+        group: the ranks of the pipeline, for CPU tensors; if None, this process has all of it.
+
+    Returns:
+        What the plain optimizer's ``state_dict()`` would be, on the CPU, on the first rank; None on
+        other ranks.
+    """
+    states = {p.name: optimizer.state.get(p.tensor, {}) for p in _named_params(model, optimizer)}
+    found: Any = map_tensors(lambda tensor: full_tensor(tensor.detach()).cpu(), states)
+    parts = [found]
+    if group is not None:
+        parts = [None] * group.size()
+        with collective_call(group, "plain_optimizer_state()"):
+            is_first = group.rank() == 0
+            dist.gather_object(found, parts if is_first else None, group=group, group_dst=0)
+        if not is_first:
+            return None
+    by_name = {name: state for part in parts for name, state in part.items() if state}
+    number = {name: i for i, name in enumerate(chain(*names))}
+    groups = zip(optimizer.param_groups, names, strict=True)
+    return {
+        "state": {number[name]: by_name[name] for name in number if name in by_name},
+        "param_groups": [{**g, "params": [number[n] for n in named]} for g, named in groups],
+    }
 
 
 class _Param(NamedTuple):

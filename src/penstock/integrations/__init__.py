@@ -1,0 +1,1 @@
+"""Penstock inside of other libraries' training loops; each module imports its library."""

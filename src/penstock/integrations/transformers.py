@@ -1,0 +1,397 @@
+"""PipelineTrainer: a ``transformers.Trainer`` that trains its model by a pipeline, under torchrun.
+
+    Trainer        batch 0   batch 1   batch 2   batch 3   clip, optimizer.step()
+                      │         │         │         │
+    PipelineTrainer   └─ microbatches of one step ──┘  ─►  losses, gradients
+
+The first call of ``training_step`` runs all batches of a step; each call returns its own batch's
+loss. The loss, its normalization and its scale are Trainer's, whose ``training_step`` is called
+twice per microbatch: with a stand-in for the model that raises the arguments of the call, and on
+the last stage's rank with one that returns the output.
+
+Processes form a mesh, replicas by stages. Trainer splits its data and gathers its results over the
+processes of its ``Accelerator``: here, the replicas. A replica's first rank loads its data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain, islice
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import convert_to_fp32, recursively_apply, send_to_device
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainingArguments
+
+from penstock.errors import StageError
+from penstock.pipeline import Pipeline
+from penstock.runtime.comm.process_group import collective_call, control_group, gather_objects
+from penstock.training.checkpoint import load_optimizer_state, plain_optimizer_state
+from penstock.training.clip import clip_grad_norm_
+
+__all__ = ["PipelineTrainer"]
+
+_REFUSED = (  # settings of TrainingArguments
+    *("auto_find_batch_size", "bf16_full_eval", "deepspeed", "eval_use_gather_object", "fp16"),
+    *("fp16_full_eval", "fsdp", "neftune_noise_alpha", "parallelism_config", "save_on_each_node"),
+    *("torch_compile", "use_liger_kernel"),
+)
+
+
+class PipelineTrainer(Trainer):
+    """A ``transformers.Trainer`` whose model is split into stages, one or more per process.
+
+    ``gradient_accumulation_steps`` is the number of microbatches, ``per_device_train_batch_size``
+    the rows of each. In training a rank updates its own stages' parameters of ``self.model``;
+    saving, and the end of ``train``, bring all up to date. Checkpoints have Trainer's format.
+
+    Args:
+        args, kwargs: of ``transformers.Trainer``.
+        replicas: the number of data-parallel replicas, which divides the number of processes.
+            Neighbouring processes form a pipeline.
+        pipeline: options of ``penstock.Pipeline``: ``schedule``, ``split``, ``virtual``, and
+            ``ranks`` for a pipeline in one process.
+
+    Raises:
+        ValueError: a setting is not supported, or replicas do not divide the processes.
+        PartitionError, ScheduleError: see ``penstock.Pipeline``.
+    """
+
+    model: nn.Module
+    accelerator: _ReplicaAccelerator
+    # The stages are moved to their devices, the whole model is not.
+    place_model_on_device = property(lambda self: False, lambda self, value: None)
+
+    def __init__(
+        self,
+        *args: Any,
+        replicas: int = 1,
+        pipeline: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._num_replicas, self._options = replicas, dict(pipeline or {})
+        _refuse(kwargs.get("args", args[1] if len(args) > 1 else None))
+        self._pipelined: _PipelinedModel | None = None
+        self._batches: list[Any] = []
+        self._losses: list[Tensor] = []
+        self._optimizer: torch.optim.Optimizer | None = None  # without Accelerate's wrapper
+        self._param_names: list[list[str]] = []  # of the whole model, by parameter group
+        self._whole_states: list[dict[str, Any]] = []  # of the optimizer, for Trainer to save
+        super().__init__(*args, **kwargs)
+        if self.model_init is None:
+            self._prepare_pipeline()
+
+    # --- the pipeline ------------------------------------------------------------------------
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline over ``self.model``."""
+        return self._prepare_pipeline().pipe
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Let Trainer take the replicas for its processes."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator = _ReplicaAccelerator(self.accelerator, self._num_replicas)
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def _prepare_pipeline(self) -> _PipelinedModel:
+        """The pipeline of the current model, which ``model_init`` may have made anew."""
+        if self._pipelined is None or self._pipelined.plain[0] is not self.model:
+            mesh, column = self.accelerator.mesh, self.accelerator.column
+            pipe = Pipeline(
+                self.model,
+                loss_fn=self._microbatch_loss,
+                n_microbatches=self.args.gradient_accumulation_steps,
+                scale_grads=False,
+                dynamic_shapes=True,
+                device=self.args.device,
+                group=None if mesh is None else mesh["stage"].get_group(),
+                **{"microbatch_rng": True, **self._options},
+            )
+            for stage in pipe.stages if column is not None else ():
+                if any(param.requires_grad for param in stage.submod.parameters()):
+                    stage.submod = DistributedDataParallel(stage.submod, process_group=column)
+            self._pipelined = _PipelinedModel(pipe, self.model, self.accelerator)
+            self.accelerator.pipelined = self._pipelined
+        self.model_wrapped = self._pipelined
+        return self._pipelined
+
+    # --- training ----------------------------------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
+    ) -> Any:
+        """The batches of one step, as the pipeline's first rank loads them."""
+        self._batches = self.accelerator.from_rank(0, list(islice(epoch_iterator, num_batches)))
+        self._losses = []
+        return super().get_batch_samples(iter(self._batches), num_batches, device)
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Run all microbatches of a step in its first call; returns the loss of this one."""
+        if not self._losses:
+            batches, self._batches = self._batches, []
+            if not batches or inputs is not batches[0]:
+                raise StageError("training_step() takes the batches of get_batch_samples()")
+            calls = [self._model_call(each, num_items_in_batch) for each in batches]
+            pipe, num_items = self.pipeline.train(), {"num_items": num_items_in_batch}
+            with self.accelerator.autocast():
+                pipe.step(kwarg_mbs=calls, target_mbs=batches, loss_kwargs=num_items)
+            self._losses = [loss.to(self.args.device) for loss in pipe.losses]
+        return self._losses.pop(0)
+
+    def _model_call(self, inputs: Any, num_items: Any) -> dict[str, Any]:
+        """The keyword arguments with which Trainer calls the model."""
+        try:
+            super().training_step(_StandIn(), dict(inputs), num_items)
+        except _ModelCall as call:
+            return cast(dict[str, Any], call.args[0])
+        raise StageError("compute_loss() does not call the model")
+
+    def _microbatch_loss(self, output: Any, inputs: Any, *, num_items: Any) -> Tensor:
+        """Trainer's loss for an output of the last stage; outside of autocast, as in Trainer."""
+        with torch.autocast(self.args.device.type, enabled=False):
+            stand_in = _StandIn(self.accelerator.in_full_precision(output))
+            super().training_step(stand_in, dict(inputs), num_items)
+        return self.accelerator.loss
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The optimizer of this rank's parameters; its state is saved and loaded as a whole."""
+        pipelined = self._prepare_pipeline()
+        name_of = {id(param): name for name, param in pipelined.named_parameters()}
+        if self.optimizer is not None and self._optimizer is None:  # of the plain model
+            known = {*map(id, self.model.parameters())}
+            for group in self.optimizer.param_groups:
+                if not known.issuperset(map(id, group["params"])):
+                    raise ValueError("the optimizer has parameters that the model has not")
+                group["params"] = [param for param in group["params"] if id(param) in name_of]
+        wrapped = super().create_optimizer(pipelined)
+        optimizer = getattr(wrapped, "optimizer", wrapped)
+        if optimizer is not self._optimizer:
+            self._optimizer, whole, row = optimizer, self._whole_states, self.accelerator.row
+            mine = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+            with collective_call(row, "create_optimizer()"):
+                by_group = zip(*gather_objects(row, mine), strict=True)
+            order = pipelined.order.__getitem__
+            self._param_names = [sorted({*chain(*parts)}, key=order) for parts in by_group]
+            optimizer.register_state_dict_post_hook(lambda *_: whole.pop() if whole else None)
+            optimizer.register_load_state_dict_pre_hook(self._load_whole_state)
+        return wrapped
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """The names of the whole model's parameters with weight decay."""
+        return super().get_decay_parameter_names(self.model)
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """The rows of a step: those of all replicas, not of all processes."""
+        return int(super().get_total_train_batch_size(args) / self.accelerator.num_stage_ranks)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """This rank's share of a batch's operations, which Trainer sums over all processes."""
+        return int(super().floating_point_ops(inputs) / self.accelerator.num_stage_ranks)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as ``Trainer.train`` does; ``self.model`` is then the trained model."""
+        output = super().train(*args, **kwargs)
+        self.sync_model()
+        return output
+
+    # --- evaluation --------------------------------------------------------------------------
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        """Evaluate a batch as one microbatch; every rank gets its loss, and its outputs."""
+        pipelined = self._prepare_pipeline().eval()
+        others = (self.label_smoother, self.compute_loss_func)
+        is_own = not any(others) and type(self).compute_loss is Trainer.compute_loss
+        pipelined.sends_loss_only = prediction_loss_only and is_own
+        inputs = self.accelerator.from_rank(0, inputs)
+        return super().prediction_step(pipelined, inputs, prediction_loss_only, ignore_keys)
+
+    # --- saving and loading ------------------------------------------------------------------
+
+    def sync_model(self) -> None:
+        """Bring ``self.model`` up to date on every rank; a collective call."""
+        pipelined, row = self._pipelined, self.accelerator.row
+        if pipelined is None or pipelined.plain[0] is not self.model or row is None:
+            return
+        local = pipelined.pipe.state_dict()
+        with collective_call(row, "sync_model()"), torch.no_grad():
+            by_rank = gather_objects(row, list(local))
+            owners = {name: rank for rank in reversed(range(row.size())) for name in by_rank[rank]}
+            for name, value in self.model.state_dict(keep_vars=True).items():
+                is_frozen = isinstance(value, nn.Parameter) and not value.requires_grad
+                if name not in owners or (is_frozen and pipelined.is_synced):
+                    continue
+                is_own = owners[name] == row.rank()
+                sent = local[name].cpu() if is_own else torch.empty_like(value, device="cpu")
+                dist.broadcast(sent.detach(), group=row, group_src=owners[name])
+                if not is_own:
+                    value.copy_(sent)
+        pipelined.is_synced = True
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the whole model, as ``Trainer.save_model`` does; a collective call."""
+        self.sync_model()
+        if _internal_call and not self.args.save_only_model and self._optimizer is not None:
+            pipe, names, row = self.pipeline, self._param_names, self.accelerator.row
+            state = plain_optimizer_state(pipe, self._optimizer, names, group=row)
+            self._whole_states[:] = [state] if state and self.args.should_save else []
+        super().save_model(output_dir, _internal_call)
+
+    def _load_whole_state(self, optimizer: torch.optim.Optimizer, state: Any) -> Any:
+        """Load this rank's part of a whole state; None, for no change, if that is all of it."""
+        sizes = [len(group["params"]) for group in state["param_groups"]]
+        if sizes == [len(group["params"]) for group in optimizer.param_groups]:
+            return None
+        load_optimizer_state(self.pipeline, optimizer, state, chain(*self._param_names))
+        return optimizer.state_dict()
+
+
+def _refuse(args: Any) -> None:
+    """Raise a ValueError for settings that are not supported."""
+    found = [name for name in _REFUSED if getattr(args, name, None)]
+    if args is not None and args.train_sampling_strategy == "batch_rebalance":
+        found.append("train_sampling_strategy='batch_rebalance'")
+    if args is not None and args.accelerator_config.dispatch_batches:
+        found.append("dispatch_batches")
+    if found:
+        raise ValueError(
+            f"PipelineTrainer does not support {', '.join(found)}; leave it out: replicas= is for "
+            "data parallelism, bf16= for mixed precision, pipeline={'wrap_fn': ...} for compilation"
+        )
+
+
+class _ModelCall(Exception):
+    """Its argument: the keyword arguments of a call of the model."""
+
+
+class _StandIn(nn.Module):
+    """In the model's place: returns an output, once; without one, raises the call."""
+
+    def __init__(self, *outputs: Any) -> None:
+        super().__init__()
+        self._outputs, self._raises_call = list(outputs), not outputs
+
+    def forward(self, **kwargs: Any) -> Any:
+        if self._raises_call:
+            raise _ModelCall(kwargs)
+        if not self._outputs:
+            raise StageError("compute_loss() calls the model twice; a pipeline runs it once")
+        return self._outputs.pop()
+
+
+class _PipelinedModel(nn.Module):
+    """The pipeline as the wrapped model of Trainer: this rank's parameters, and evaluation."""
+
+    def __init__(self, pipe: Pipeline, plain: nn.Module, accelerator: _ReplicaAccelerator) -> None:
+        super().__init__()
+        self.pipe, self.accelerator = pipe, accelerator
+        self.plain = (plain,)  # in a tuple, since it is no submodule
+        self.order = {name: i for i, (name, _) in enumerate(plain.named_parameters())}
+        self.sends_loss_only = self.is_synced = False
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, in the plain model's order and under its names."""
+        yield from sorted(self.pipe.named_parameters(), key=lambda named: self.order[named[0]])
+
+    def train(self, mode: bool = True) -> _PipelinedModel:
+        self.training = mode
+        self.pipe.train(mode)
+        return self
+
+    def forward(self, **inputs: Any) -> Any:
+        """The output of the last stage, or only its loss, on every rank; without a graph."""
+        with self.accelerator.autocast():
+            outputs = self.pipe.eval(kwarg_mbs=[inputs], merge_outputs=False)
+        output = self.accelerator.in_full_precision(outputs[0]) if outputs else None
+        if self.sends_loss_only and isinstance(output, dict) and "loss" in output:
+            output = {"loss": output["loss"]}
+        placement = self.pipe.program.placement
+        output = self.accelerator.from_rank(placement.rank_of(placement.exits[0]), output)
+        return send_to_device(output, self.accelerator.device)
+
+
+class _ReplicaAccelerator(Accelerator):
+    """An ``Accelerator`` whose processes are replicas, each of them a pipeline.
+
+    Its ``row`` is the group of this pipeline, for CPU tensors, and ``column`` that of the processes
+    with the same stages; None where there is one process. ``loss`` is what ``backward`` was given.
+    """
+
+    row: dist.ProcessGroup | None = None
+    column: dist.ProcessGroup | None = None
+    mesh: DeviceMesh | None = None  # replicas by stages
+    pipelined: _PipelinedModel | None = None
+    loss: Tensor
+
+    def __init__(self, accelerator: Accelerator, num_replicas: int) -> None:
+        self.__dict__.update(vars(accelerator))  # Trainer has made it
+        world = accelerator.num_processes
+        if num_replicas < 1 or world % num_replicas:
+            raise ValueError(f"replicas={num_replicas} does not divide {world} processes")
+        self.num_stage_ranks = world // num_replicas
+        if world > 1:
+            sizes, names = (num_replicas, self.num_stage_ranks), ("replica", "stage")
+            self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+            self.row = control_group(self.mesh["stage"].get_group())
+            self.column = self.mesh["replica"].get_group() if num_replicas > 1 else None
+
+    @property
+    def num_processes(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size(0)
+
+    @property
+    def process_index(self) -> int:
+        return 0 if self.mesh is None else self.mesh.get_local_rank(0)
+
+    def prepare_data_loader(self, data_loader: Any, *_: Any, **options: Any) -> Any:
+        """Batches stay on the CPU, to be sent to the pipeline's other ranks."""
+        return super().prepare_data_loader(data_loader, **{**options, "device_placement": False})
+
+    def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        return self.pipelined or model
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        if isinstance(model, _PipelinedModel | _StandIn) and self.pipelined is not None:
+            return self.pipelined.plain[0]
+        return cast(nn.Module, super().unwrap_model(model, *args, **options))
+
+    def backward(self, loss: Tensor, **_: Any) -> None:
+        """Keep the loss for the pipeline, which runs the backward."""
+        self.loss = loss
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip by the norm over the stages of all ranks."""
+        return clip_grad_norm_(parameters, max_norm, norm_type, group=self.row)
+
+    def in_full_precision(self, output: Any) -> Any:
+        """A model's output as Accelerate returns it: in float32 under mixed precision."""
+        return output if self.mixed_precision == "no" else convert_to_fp32(output)
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate the tensors of all replicas."""
+        return tensor if self.column is None else recursively_apply(self._gather_one, tensor)
+
+    def _gather_one(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.num_processes)]
+        with collective_call(self.column, "gather()"):
+            dist.all_gather(parts, tensor, self.column)
+        return torch.cat(parts)
+
+    def from_rank(self, rank: int, value: Any) -> Any:
+        """The value of a rank of this pipeline, its tensors on the CPU."""
+        if self.row is None:
+            return value
+        made = [send_to_device(value, "cpu") if self.row.rank() == rank else None]
+        with collective_call(self.row, "from_rank()"):
+            dist.broadcast_object_list(made, group=self.row, group_src=rank)
+        return made[0]

@@ -1,0 +1,201 @@
+"""PipelineTrainer beside the plain Trainer on one process: losses, weights, checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, Trainer
+
+from penstock.integrations.transformers import PipelineTrainer
+from tests.distributed.launches import results_of
+from tests.integrations import trainer_runs
+from tests.integrations.trainer_runs import (
+    CASES,
+    EXACT,
+    OTHERS,
+    REPLICA_CASES,
+    collate,
+    llama,
+    lora,
+    piped,
+    results,
+    run,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = str(tmp_path_factory.mktemp("trainer"))
+    os.environ.pop("LOCAL_RANK", None)
+    plain("llama", made, f"{made}/plain llama")  # whose checkpoint a pipeline resumes from
+    return made
+
+
+@functools.cache
+def plain(name: str, folder: str, place: str | None = None) -> dict[str, Any]:
+    """The results of the plain Trainer in this process."""
+    trainer = run(Trainer, name, place or f"{folder}/plain {name}")
+    trainer.train()
+    return results(trainer)
+
+
+def by_pipeline(folder: str, name: str) -> list[Any]:
+    """By rank, what a case returns; all cases of as many ranks run in one launch."""
+    if name in REPLICA_CASES:
+        cases = tuple((folder, each) for each in REPLICA_CASES)
+        return results_of(piped, 4, cases, (folder, name))
+    cases = tuple((folder, each) for each in [*CASES, "dropout", *OTHERS])
+    return results_of(piped, 2, cases, (folder, name))
+
+
+def assert_alike(ours: dict[str, Any], theirs: dict[str, Any], rtol: float = 2e-5) -> None:
+    """The same logs and weights, to rounding; a norm is summed over ranks in another order."""
+    for mine, expected in zip(ours["logs"], theirs["logs"], strict=True):
+        norms = [entry.get("grad_norm", 0.0) for entry in (mine, expected)]
+        assert norms[0] == pytest.approx(norms[1], rel=2e-5)
+        assert {**mine, "grad_norm": 0} == pytest.approx({**expected, "grad_norm": 0}, rel=rtol)
+    assert ours["weights"].keys() == theirs["weights"].keys()
+    for name, value in theirs["weights"].items():
+        torch.testing.assert_close(ours["weights"][name], value, rtol=rtol, atol=rtol, msg=name)
+
+
+def without_mean(found: dict[str, Any]) -> dict[str, Any]:
+    """Without the mean loss at the end, which is that of the steps since a run was resumed."""
+    return {**found, "logs": [{**entry, "train_loss": 0.0} for entry in found["logs"]]}
+
+
+@pytest.mark.parametrize("name", [*CASES, *REPLICA_CASES])
+def test_trains_as_the_plain_trainer(name: str, folder: str) -> None:
+    expected = plain(name, folder)
+    assert len(expected["logs"]) > 2
+    for ours in by_pipeline(folder, name):
+        assert_alike(ours, expected, rtol=0.0 if name in EXACT else 2e-5)
+        assert (ours["step"], ours["best"]) == (expected["step"], pytest.approx(expected["best"]))
+
+
+def test_stops_early_and_takes_the_best_model(folder: str) -> None:
+    stopped = plain("early stopping", folder)
+    assert stopped["step"] < 24, "it stopped early"
+    losses = [entry["eval_loss"] for entry in stopped["logs"] if "eval_loss" in entry]
+    assert losses[-1] > min(losses) == stopped["best"]
+
+
+def test_resumes_as_if_it_had_not_been_interrupted(folder: str) -> None:
+    """From its own checkpoint, and from one that the plain Trainer wrote."""
+    for whole, resumed in zip(
+        by_pipeline(folder, "llama"), by_pipeline(folder, "resume"), strict=True
+    ):
+        own, others = map(without_mean, resumed)
+        assert_alike(own, without_mean(whole), rtol=0.0)
+        assert_alike(others, without_mean(whole))
+
+
+def test_the_plain_trainer_resumes_from_its_checkpoint(folder: str) -> None:
+    by_pipeline(folder, "llama")
+    trainer = run(Trainer, "llama", f"{folder}/plain resumed")
+    trainer.train(resume_from_checkpoint=f"{folder}/llama/checkpoint-4")
+    assert_alike(without_mean(results(trainer)), without_mean(plain("llama", folder)))
+    saved = AutoModelForCausalLM.from_pretrained(f"{folder}/llama/checkpoint-12").state_dict()
+    trained = by_pipeline(folder, "llama")[0]["weights"]
+    assert all(torch.equal(value, trained[name]) for name, value in saved.items())
+
+
+def test_adapters_are_saved_whole(folder: str) -> None:
+    """Plain peft loads them, and the model computes what the trained one does."""
+    trained = by_pipeline(folder, "lora")[0]["weights"]
+    loaded: Any = peft.PeftModel.from_pretrained(llama(), f"{folder}/adapter")
+    saved = load_file(f"{folder}/adapter/adapter_model.safetensors")
+    assert sum("lora_A" in name for name in saved) == 2 * 4, "of the layers of all stages"
+    assert all("lora" in name for name in saved)
+    expected = lora()
+    expected.load_state_dict(trained)
+    ids = torch.arange(3, 11)[None]
+    with torch.no_grad():
+        wanted, plain_one = expected.eval()(ids).logits, llama().eval()(ids).logits
+        torch.testing.assert_close(loaded.eval()(ids).logits, wanted)
+    assert not torch.allclose(wanted, plain_one)
+
+
+def test_one_rank_writes_the_board(folder: str) -> None:
+    first, second = by_pipeline(folder, "report")
+    assert len(first) == 1 and second == []
+    (place,) = Path(f"{folder}/board 0").rglob("events*")
+    board = EventAccumulator(str(place.parent))
+    board.Reload()
+    losses = [event.value for event in board.Scalars("train/loss")]
+    expected = [e["loss"] for e in plain("no limit", folder)["logs"] if "loss" in e]
+    assert losses == pytest.approx(expected, rel=2e-5)
+
+
+def test_predicts_without_training(folder: str) -> None:
+    trainer = run(Trainer, "llama", f"{folder}/plain predict")
+    output: Any = trainer.predict(trainer.eval_dataset)  # type: ignore[arg-type]
+    for scores, labels in by_pipeline(folder, "predict"):
+        torch.testing.assert_close(scores, torch.from_numpy(output.predictions))
+        assert torch.equal(labels, torch.from_numpy(output.label_ids))
+
+
+def test_an_optimizer_of_the_whole_model(folder: str) -> None:
+    model = llama()
+    args = trainer_runs.settings(f"{folder}/plain given", {"lr_scheduler_type": "constant"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data: Any = trainer_runs.texts(0, 44)
+    trainer = Trainer(model, args, collate, data, optimizers=(optimizer, None))
+    trainer.train()
+    for ours in by_pipeline(folder, "given optimizer"):
+        assert_alike(ours, results(trainer))
+
+
+def test_a_loss_of_two_calls_is_refused(folder: str) -> None:
+    for message in by_pipeline(folder, "twice"):
+        assert "compute_loss() calls the model twice" in message
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"fp16": True}, "support fp16; leave it out"),
+        ({"fsdp": True, "auto_find_batch_size": True}, "auto_find_batch_size, fsdp;"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
+    ],
+)
+def test_what_is_refused(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    args = trainer_runs.settings(str(tmp_path), given)
+    with pytest.raises(ValueError, match=said):
+        PipelineTrainer(llama(), args)
+
+
+def test_other_mistakes(tmp_path: Path) -> None:
+    args = trainer_runs.settings(str(tmp_path), {})
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'n_microbatches'"):
+        PipelineTrainer(llama(), args, pipeline={"n_microbatches": 2})
+    with pytest.raises(ValueError, match="replicas=2 does not divide 1 processes"):
+        PipelineTrainer(llama(), args, replicas=2)
+
+
+def test_in_one_process(folder: str) -> None:
+    trainer = run(PipelineTrainer, "llama", f"{folder}/one process", pipeline={"ranks": 2})
+    trainer.train()
+    assert_alike(results(trainer), plain("llama", folder))
+
+
+def test_dropout_does_not_depend_on_the_ranks(folder: str) -> None:
+    trainer = run(PipelineTrainer, "dropout", f"{folder}/one", pipeline={"ranks": 1})
+    trainer.train()
+    for ours in by_pipeline(folder, "dropout"):
+        assert_alike(ours, results(trainer))
+    assert results(trainer)["logs"] != plain("tied", folder)["logs"]
