@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.pipelining.microbatch as peer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -20,6 +30,7 @@ from torch.nn import functional as F
 
 from penstock import PipelineStage, ScheduleProgram, build
 from penstock.errors import BoundaryError, PenstockError
+from penstock.runtime import microbatch
 from penstock.stage.dtensor import dtensor_meta, encode_placement, find_mesh
 from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
@@ -160,3 +171,113 @@ def test_an_unnamed_placement_of_a_dtensor_is_refused() -> None:
         BoundaryError, match=r"the placement _S\(0, 2\) can.t cross .* redistribute"
     ):
         encode_placement(_StridedShard(0, split_factor=2))
+
+
+# --- batches that are DTensors -----------------------------------------------------------------
+
+
+def split_and_merge(rank: int, num_ranks: int) -> list[bool]:
+    """Whether microbatches, and their merge, are those of torch."""
+    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("data",))
+    batch = torch.arange(48.0).reshape(8, 6)
+    same = []
+    for dim, placed in itertools.product((0, 1), (Shard(0), Shard(1), Replicate())):
+        given, chunks = distribute_tensor(batch, mesh, [placed]), 3 if dim else 4
+        args_of = []
+        for library in (microbatch, peer):
+            args, _ = library.split_args_kwargs_into_chunks(
+                (given,), {}, chunks, (library.TensorChunkSpec(dim),)
+            )
+            merged = library.merge_chunks([mb for (mb,) in args], library.TensorChunkSpec(dim))
+            assert torch.equal(merged.full_tensor(), batch)
+            args_of.append([*(mb for (mb,) in args), merged])
+        for mine, theirs in zip(*args_of, strict=True):
+            same.append((mine.placements, mine.shape) == (theirs.placements, theirs.shape))
+            same.append(mine.placements == given.placements)
+            same.append(torch.equal(mine.to_local(), theirs.to_local()))
+    return same
+
+
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="compares with the API of torch 2.13"
+)
+def test_dtensors_are_split_as_torch_splits_them() -> None:
+    for outcome in run_ranks(split_and_merge, 2):
+        found = outcome.result()
+        assert len(found) > 50 and all(found)
+
+
+def sharded_batch(rank: int, num_ranks: int, case: str) -> str:
+    """Two ranks per stage, each with its own rows of the batch: what the plain model gives."""
+    meshes = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("pipeline", "data"))
+    mesh, group = meshes["data"], meshes["pipeline"].get_group()
+    plain = layers(2)
+    reference = nn.Sequential(*copy.deepcopy(plain))
+    rows_here: list[int] = []
+    module = distribute_module(plain[group.rank()], mesh)
+    module.register_forward_pre_hook(lambda _, args: rows_here.append(len(args[0].to_local())))
+    example = distribute_tensor(torch.zeros(2, 6, dtype=torch.float64), mesh, [Shard(0)])
+    declared = {"input_args": example} if case == "declared" else {}
+    stage = PipelineStage(module, group.rank(), 2, CPU, group=group, **declared)
+    made = build("1f1b", ranks=2, microbatches=MICROBATCHES)
+    schedule = ScheduleProgram(
+        [stage], made, lambda out, target: F.mse_loss(out, target, reduction="sum") / out.numel()
+    )
+    torch.manual_seed(0)
+    inputs, target = torch.randn(2, 8, 6, dtype=torch.float64)
+    if case == "uneven":
+        inputs, target = inputs[:6], target[:6]
+    placed = [Replicate() if case == "declared" else Shard(0)]
+    x = distribute_tensor(inputs, mesh, placed)
+    wanted = target if case == "plain target" else distribute_tensor(target, mesh, placed)
+    try:
+        output = schedule.step(*((x,) if group.rank() == 0 else ()), target=wanted)
+    except (PenstockError, ValueError) as error:
+        return str(error)
+    assert rows_here == [1] * MICROBATCHES  # of two in a microbatch
+    # Microbatches of other rows than those of a plain batch, whose mean is the same.
+    F.mse_loss(reference(inputs), target).backward()
+    for param, expected in zip(
+        module.parameters(), reference[group.rank()].parameters(), strict=True
+    ):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+    if group.rank() == 1:
+        assert output.placements == (Shard(0),)
+        torch.testing.assert_close(output.full_tensor(), reference(inputs))
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("", "trained"),
+        ("uneven", "a DTensor of 6 rows in 2 shards can't be split evenly into 4 microbatches"),
+        ("plain target", "tensors of 8 rows in 1 and 2 shards would have different rows"),
+        ("declared", "float64 (2, 6), replicate over (data=2), (2, 6) in all, expected float64"),
+    ],
+)
+def test_a_batch_may_be_sharded_along_its_rows(case: str, told: str) -> None:
+    for outcome in run_ranks(sharded_batch, 4, case):
+        assert told in outcome.result()
+
+
+def merge_in_order(rank: int, num_ranks: int) -> list[float]:
+    """Outputs sharded by the model, of a batch that is not."""
+    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("data",))
+
+    class Shards(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return distribute_tensor(x, mesh, [Shard(0)])
+
+    group = dist.new_group([rank], use_local_synchronization=True)
+    stage = PipelineStage(Shards(), 0, 1, CPU, group=group)
+    output = ScheduleProgram([stage], build("gpipe", ranks=1, microbatches=2)).eval(
+        torch.arange(8.0)
+    )
+    assert output.placements == (Shard(0),)
+    return output.full_tensor().tolist()
+
+
+def test_outputs_come_in_the_order_of_the_batch() -> None:
+    for outcome in run_ranks(merge_in_order, 2):
+        assert outcome.result() == [*range(8)]

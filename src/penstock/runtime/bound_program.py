@@ -109,7 +109,7 @@ class BoundProgram:
         if self._enters and len(self._entry_ranks) > 1:
             assert step.args is not None
             inputs = inputs_id(step.args, step.kwargs, number)
-        return BatchFacts(conditions, step.num_with_rows, inputs, step.reduces)
+        return BatchFacts(conditions, step.num_with_rows, inputs, step.reduces, step.rows)
 
     def begin(self, step: StepState, facts: Sequence[BatchFacts], number: int) -> None:
         """Begin the step of this number: broadcast its shape ids and its seed."""

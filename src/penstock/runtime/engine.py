@@ -206,6 +206,7 @@ class Engine:
         elif num := max(each.num_with_rows for each in facts):
             step.truncate(num * num_splits)
             self._bind(train, num * num_splits)
+            step.is_split_by_shard = any(n > 1 for each in facts for _, n in each.rows)
         return step, facts, mistake
 
     def _begin_call(self, call: str) -> None:

@@ -7,6 +7,8 @@ For the batch's own mean pass divisible batches (``drop_last=True``), or sum in 
 
     tensors in any pytree (see ``stage/pytree.py``)    split
     a BlockMask of flex attention                      split along its batch dimension, if not 1
+    a DTensor that is sharded along its rows           each of its shards is split: microbatch i has
+                                                       the i-th part of every shard
     a PackedSequence                                   refused: its rows do not lie together
     all else: tensors without dimensions, objects of   given to every microbatch as it is
     classes that are not registered with torch's pytree
@@ -19,13 +21,14 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, TypeAlias
 
 import optree
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from penstock.stage.dtensor import is_dtensor, local_part, num_shards, with_local_part
 from penstock.stage.pytree import NAMESPACE, flatten, same_value, unflatten
 
 __all__ = ["Reducer", "Replicate", "TensorChunkSpec", "check_ready", "num_with_rows"]
@@ -94,15 +97,17 @@ _NOT_SPLIT = (
 # --- splitting -----------------------------------------------------------------------------------
 
 
-def split_tree(
-    tree: Any, chunks: int, spec: Any = None, seen: dict[int, torch.Size] | None = None
-) -> list[Any]:
+Rows: TypeAlias = dict[tuple[int, int], torch.Size]
+"""By numbers of rows, and of shards of these, the shape of a tensor that was split."""
+
+
+def split_tree(tree: Any, chunks: int, spec: Any = None, seen: Rows | None = None) -> list[Any]:
     """Split every tensor of a pytree; the first chunks have a row more if rows do not divide.
 
     ``spec`` is a ``TensorChunkSpec`` for all leaves, a tree of them that is a prefix of ``tree``,
     or None for dimension 0; a leaf whose spec is None is given to every chunk. ``seen`` is filled
-    with the numbers of rows of the split tensors, each with the first shape; with it, the last
-    chunks may be empty (see ``num_with_rows``).
+    with the rows of the split tensors; with it, the last chunks may be empty (see
+    ``num_with_rows``).
     """
     leaves, treedef = flatten(tree, _is_packed)
     specs = _leaf_specs(tree, len(leaves), spec)
@@ -138,7 +143,7 @@ def _leaf_specs(tree: Any, num_leaves: int, spec: Any) -> list[Any]:
 
 
 def _split_leaf(
-    leaf: Any, chunks: int, spec: TensorChunkSpec | None, seen: dict[int, torch.Size] | None
+    leaf: Any, chunks: int, spec: TensorChunkSpec | None, seen: Rows | None
 ) -> Sequence[Any]:
     if spec is None:
         return [leaf] * chunks
@@ -164,8 +169,11 @@ def _split_leaf(
             f"{shown} can't be split into {chunks} microbatches along dimension {dim}; pass at "
             f"least {least} row{'s' if least > 1 else ''}; {_NOT_SPLIT}"
         )
+    shards = num_shards(tensor, dim)
     if seen is not None:
-        seen.setdefault(rows, shape)
+        seen.setdefault((rows, shards), shape)
+    if shards > 1:
+        return _split_shards(tensor, chunks, dim % len(shape), shards)
     parts = torch.tensor_split(tensor, chunks, dim=dim)
     if is_mask:
         return [_part_of_mask(leaf, part) if len(part) else leaf for part in parts]
@@ -174,6 +182,18 @@ def _split_leaf(
     # Each microbatch has its own version counter, since a model may write into one microbatch while
     # autograd has saved tensors of another.
     return [part.data for part in parts]
+
+
+def _split_shards(tensor: Tensor, chunks: int, dim: int, shards: int) -> list[Tensor]:
+    """Split a DTensor that is sharded along ``dim``: every rank splits its own rows."""
+    rows = tensor.size(dim)
+    if rows % (chunks * shards):
+        raise ValueError(
+            f"a DTensor of {rows} rows in {shards} shards can't be split evenly into {chunks} "
+            "microbatches; pad it, or pass ready microbatches (arg_mbs=, kwarg_mbs=, target_mbs=)"
+        )
+    parts = torch.tensor_split(local_part(tensor), chunks, dim=dim)
+    return [with_local_part(tensor, part, rows // chunks, dim) for part in parts]
 
 
 def _is_block_mask(value: object) -> bool:
@@ -189,12 +209,13 @@ def _part_of_mask(mask: Any, rows: Tensor) -> Any:
     return part
 
 
-def num_with_rows(counts: Mapping[int, torch.Size], chunks: int) -> int:
+def num_with_rows(seen: Rows, chunks: int) -> int:
     """The number of chunks that have rows, by ``seen`` of ``split_tree``; 0 if nothing was split.
 
     Raises:
         ValueError: the tensors' rows are cut at different places.
     """
+    counts = {rows: shape for (rows, _), shape in seen.items()}
     if len(counts) > 1 and any(rows % chunks for rows in counts):
         rows, other = sorted(counts, reverse=True)[:2]
         raise ValueError(
@@ -212,7 +233,7 @@ def split_args_kwargs_into_chunks(
     args_chunk_spec: tuple[Any, ...] | None = None,
     kwargs_chunk_spec: dict[str, Any] | None = None,
     *,
-    seen: tuple[dict[int, torch.Size] | None, dict[int, torch.Size] | None] = (None, None),
+    seen: tuple[Rows | None, Rows | None] = (None, None),
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
     """Split a call's arguments into microbatches.
 
@@ -255,7 +276,9 @@ def split_args_kwargs_into_chunks(
 # --- merging -------------------------------------------------------------------------------------
 
 
-def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
+def merge_chunks(
+    chunks: Sequence[Any], chunk_spec: Any = None, *, split_by_shard: bool = True
+) -> Any:
     """Merge the outputs of the microbatches into one.
 
     Args:
@@ -263,6 +286,8 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
         chunk_spec: as for splitting, the dimension along which tensors are concatenated (default
             0). Tensors without dimensions are stacked. A ``Reducer`` reduces the values. If the
             spec is None, and for values that are no tensors, the chunks must agree.
+        split_by_shard: whether the rows of DTensors that are sharded along them were split on
+            every rank. If False, their rows come one chunk after the other.
 
     Raises:
         ValueError: chunks differ in structure, or in a value that can't be joined.
@@ -273,11 +298,12 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
         raise ValueError("the microbatches' outputs differ in structure and can't be merged")
     specs = _leaf_specs(chunks[0], len(flats[0][0]), chunk_spec)
     columns = zip(*(leaves for leaves, _ in flats), strict=True)
-    merged = [_merge_leaf(column, spec) for column, spec in zip(columns, specs, strict=True)]
+    pairs = zip(columns, specs, strict=True)
+    merged = [_merge_leaf(column, spec, split_by_shard) for column, spec in pairs]
     return unflatten(treedef, merged)
 
 
-def _merge_leaf(column: tuple[Any, ...], spec: Any) -> Any:
+def _merge_leaf(column: tuple[Any, ...], spec: Any, split_by_shard: bool) -> Any:
     first = column[0]
     if _is_packed(first):
         raise ValueError(_PACKED)
@@ -290,6 +316,9 @@ def _merge_leaf(column: tuple[Any, ...], spec: Any) -> Any:
         )
     if isinstance(first, Tensor) and spec is not None:
         try:
+            if first.dim() and is_dtensor(first):
+                dim = range(first.dim())[spec.split_dim]
+                return _merge_dtensors(column, dim, split_by_shard)
             return torch.cat(column, dim=spec.split_dim) if first.dim() else torch.stack(column)
         except (RuntimeError, TypeError, IndexError) as error:
             shown = [tuple(x.shape) if isinstance(x, Tensor) else x for x in column]
@@ -302,6 +331,22 @@ def _merge_leaf(column: tuple[Any, ...], spec: Any) -> Any:
             f"the microbatches' outputs hold different values that can't be joined: {column}"
         )
     return first
+
+
+def _merge_dtensors(column: Sequence[Any], dim: int, split_by_shard: bool) -> Any:
+    """Merge DTensors of the same placements, which the result has, too."""
+    first, rows = column[0], [each.size(dim) for each in column]
+    shards = num_shards(first, dim)
+    placements = [getattr(each, "placements", None) for each in column]
+    if any(each != first.placements for each in placements):
+        raise ValueError(f"the microbatches' outputs have different placements: {placements}")
+    if shards == 1 or not split_by_shard:
+        whole: Any = torch.cat(list(column), dim=dim)
+        return whole.redistribute(placements=first.placements)
+    if any(num % shards for num in rows):
+        raise ValueError(f"outputs of {rows} rows in {shards} shards are not evenly sharded")
+    parts = torch.cat([local_part(each) for each in column], dim=dim)
+    return with_local_part(first, parts, sum(rows), dim)
 
 
 # --- ready microbatches --------------------------------------------------------------------------

@@ -81,6 +81,8 @@ class StageRunner:
         self._next = following or Neighbor(transport.rank)
         self._transport, self._acknowledged = transport, acknowledged
         self._dual_streams = dual_streams
+        given = stage.static_inputs.metas if stage.static_inputs is not None else ()
+        self._declares_dtensors = any(meta.dtensor is not None for meta in given)
         self._dynamic_shapes, self._num_splits = config.dynamic_shapes, program.num_splits
         divisor = program.num_microbatches if config.scale_grads else 1
         self._loss_head = LossHead(config.loss_fn, divisor, train=train)
@@ -257,6 +259,8 @@ class StageRunner:
         target = step.targets[mb] if self._is_last and step.targets is not None else None
         if self._is_first:
             assert step.args is not None  # checked as the step began
+            if self._declares_dtensors:
+                describe(step.args[mb]).check_static(self.stage.static_inputs, "input")
             return step.args[mb], step.kwargs[mb], target
         tensors, state.received = state.received, None
         assert state.in_spec is not None

@@ -44,6 +44,10 @@ class StepState:
         self.targets: Sequence[Any] | None = None
         # The number of the batch's microbatches with rows; 0 where this rank can't tell.
         self.num_with_rows = 0
+        # Numbers of rows of this rank's split tensors, each with its number of shards; and whether
+        # a rank has such shards.
+        self.rows: Sequence[tuple[int, int]] = ()
+        self.is_split_by_shard = False
         self.loss_kwargs: Mapping[str, Any] = {}
         self.keep_outputs = False
         self.reduces = True  # the gradients of this rank's stages, at the step's end
@@ -119,7 +123,7 @@ class BatchSplitter:
         microbatch.check_ready(ready, whole, num)
         num = next((len(mbs) for mbs in ready.values() if mbs is not None), num)
         # Row counts of the tensors that count here: where inputs enter, and losses are computed.
-        rows: dict[int, torch.Size] = {}
+        rows: microbatch.Rows = {}
         specs = (config.args_chunk_spec, config.kwargs_chunk_spec)
         seen = (rows if self.has_first else {}, rows)
         arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(args, kwargs, num, *specs, seen=seen)
@@ -129,7 +133,7 @@ class BatchSplitter:
         targets = ready["target_mbs"]
         if targets is None and target is not None and self.has_last:
             targets = split_tree(target, num, seen=rows)
-        step.num_with_rows = microbatch.num_with_rows(rows, num)
+        step.rows, step.num_with_rows = [*rows], microbatch.num_with_rows(rows, num)
         if any(item is not None for mbs in ready.values() for item in mbs or ()):
             if 0 < step.num_with_rows < num:
                 raise ValueError(f"{step.num_with_rows} rows beside {num} ready microbatches")
@@ -183,7 +187,10 @@ class BatchSplitter:
             if num > 1:
                 starts = range(0, len(outputs), num)
                 outputs = [self._join_chunks(outputs[i : i + num]) for i in starts]
-            return merge_chunks(outputs, self.config.output_merge_spec) if merge else outputs
+            if not merge:
+                return outputs
+            by_shard, spec = step.is_split_by_shard, self.config.output_merge_spec
+            return merge_chunks(outputs, spec, split_by_shard=by_shard)
         except ValueError as error:
             raise ValueError(
                 f"the step is done, but its outputs can't be merged: {error}; pass "

@@ -99,13 +99,13 @@ class TensorMeta:
 
     @property
     def kind(self) -> str:
-        """``float32 (4, 512)``."""
-        return f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}"
+        """``float32 (4, 512)``, and of a DTensor how it is placed."""
+        shown = f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}"
+        return shown if self.dtensor is None else f"{shown}, {self.dtensor}"
 
     def __str__(self) -> str:
         """``float32 (4, 512), with gradient``."""
-        shown = f"{self.kind}, {'with' if self.requires_grad else 'no'} gradient"
-        return shown if self.dtensor is None else f"{shown}, {self.dtensor}"
+        return f"{self.kind}, {'with' if self.requires_grad else 'no'} gradient"
 
 
 def _order_in_memory(tensor: Tensor) -> tuple[int, ...] | None:
@@ -174,7 +174,7 @@ class BoundarySpec:
         return [local_part(leaves[i]) for i in self._slots]
 
     def check_static(self, given: BoundarySpec | None, what: str) -> None:
-        """Check this spec against the shapes and dtypes that the user gave in advance."""
+        """Check this spec against the shapes, dtypes and placements that the user gave."""
         if given is None:
             return
         kinds, wanted = ([meta.kind for meta in spec.metas] for spec in (self, given))

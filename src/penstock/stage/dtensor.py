@@ -9,6 +9,7 @@ import ``torch.distributed.tensor``, which takes a second, before user code has.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
@@ -19,7 +20,8 @@ from torch import Tensor
 from penstock.errors import BoundaryError
 
 __all__ = ["DTensorMeta", "MeshOf", "dtensor_meta", "encode_placement", "find_mesh"]
-__all__ += ["from_local", "full_tensor", "is_dtensor", "local_part", "sharded_like"]
+__all__ += ["from_local", "full_tensor", "is_dtensor", "local_part", "num_shards"]
+__all__ += ["sharded_like", "with_local_part"]
 
 
 class DTensorMeta(NamedTuple):
@@ -81,6 +83,28 @@ def local_part(tensor: Any) -> Tensor:
     """The local part of a DTensor, differentiable; any other tensor unchanged."""
     part: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return part
+
+
+def num_shards(tensor: Any, dim: int) -> int:
+    """The number of parts into which a DTensor is sharded along ``dim``; 1 for another tensor."""
+    if not is_dtensor(tensor):
+        return 1
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, each in sizes if each.is_shard(dim % tensor.dim()))
+
+
+def with_local_part(tensor: Any, part: Tensor, rows: int, dim: int) -> Tensor:
+    """The DTensor placed as ``tensor`` with another local part, and ``rows`` rows along ``dim``."""
+    shape = torch.Size([*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]])
+    made: Tensor = _torch_dtensor().DTensor.from_local(
+        part,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+    return made
 
 
 def full_tensor(tensor: Any) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.runtime.loss import needs_target
 from penstock.runtime.microbatch import (
+    Rows,
     num_with_rows,
     split_args_kwargs_into_chunks,
     split_tree,
@@ -89,7 +90,7 @@ def plain_step(
     num = next(iter(ready), n_microbatches)
     if num is None:
         raise ValueError("pass n_microbatches=, or lists of ready microbatches")
-    rows: dict[int, torch.Size] = {}
+    rows: Rows = {}
     split_args, split_kwargs = split_args_kwargs_into_chunks(args, kwargs, num, seen=(rows, rows))
     targets = split_tree(target, num, seen=rows) if target_mbs is None else target_mbs
     num = num_with_rows(rows, num) or num

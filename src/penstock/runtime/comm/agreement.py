@@ -99,13 +99,15 @@ class BatchFacts(NamedTuple):
     """A rank's facts about a step's batch, gathered before anything runs.
 
     Fields: the id of its run conditions; the number of microbatches with rows and the id of its
-    inputs, 0 where it has no such arguments; and whether all of its stages reduce their gradients.
+    inputs, 0 where it has no such arguments; whether all of its stages reduce their gradients; and
+    the numbers of rows, and of shards of these, of the tensors that it splits.
     """
 
     conditions: int
     num_with_rows: int = 0
     inputs: int = 0
     reduces: bool = True
+    rows: Sequence[tuple[int, int]] = ()
 
 
 def gather_batch_facts(
@@ -143,6 +145,16 @@ def _difference(by_rank: Sequence[BatchFacts]) -> StageError | None:
             f"the ranks' batches fill different numbers of microbatches ({shown}); in a batch with "
             "fewer rows than microbatches, all tensors that are split have the same number of rows"
         )
+    shards: dict[int, set[int]] = {}
+    for rows, number in chain.from_iterable(f.rows for f in by_rank):
+        shards.setdefault(rows, set()).add(number)
+    for rows, numbers in shards.items():
+        if len(numbers) > 1:
+            return StageError(
+                f"tensors of {rows} rows in {' and '.join(map(str, sorted(numbers)))} shards would "
+                "have different rows in a microbatch; give all tensors of a batch, and its target, "
+                "the same placements, or pass ready microbatches"
+            )
     entries = {rank: f.inputs for rank, f in enumerate(by_rank) if f.inputs}
     if len({*entries.values()}) > 1:
         first, *others = entries
