@@ -29,3 +29,16 @@ def test_hugging_face(num_processes: int | None, tmp_path: Path, run_example: Ru
     (after,) = re.findall(r"the plain model .* loss ([\d.]+)", out)
     assert float(after) == pytest.approx(losses[-1], abs=0.4)
     assert (tmp_path / ".metadata").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*no accelerator")
+@pytest.mark.parametrize("num_processes", [None, 2], ids=["python", "torchrun"])
+def test_hugging_faces_trainer(
+    num_processes: int | None, tmp_path: Path, run_example: RunExample
+) -> None:
+    out = run_example("hf_trainer.py", num_processes, STEPS="8", OUT=str(tmp_path))
+    losses = [float(found) for found in re.findall(r"^loss ([\d.]+)", out, re.M)]
+    assert losses == sorted(losses, reverse=True) and len(losses) == 4
+    (held_out,) = re.findall(r"eval_loss ([\d.]+)", out)
+    (after,) = re.findall(r"the saved model: loss ([\d.]+)", out)
+    assert float(after) == pytest.approx(float(held_out), abs=0.4)
