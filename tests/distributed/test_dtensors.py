@@ -20,18 +20,22 @@ from torch.distributed.tensor import (
     distribute_module,
     distribute_tensor,
 )
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from penstock import PipelineStage, ScheduleProgram, build
 from penstock.errors import BoundaryError, PenstockError
 from penstock.runtime import microbatch
 from penstock.stage.dtensor import dtensor_meta, encode_placement, find_mesh
+from penstock.stage.weight_grad import DeferredGrads, find_undeferred
 from penstock.testing.compare import plain_step
 from penstock.testing.processes import run_ranks
 from tests.distributed.launches import results_of
@@ -115,6 +119,76 @@ def test_stages_of_two_ranks_each_train_as_one_device_does(
 @pytest.mark.parametrize("between", ["rows", "whole"])
 def test_a_loss_may_be_a_dtensor_and_is_returned_in_full(between: str) -> None:
     assert len(results_of(train, 4, CASES, ("zbv", between, False, True))) == 4
+
+
+class Sharded(nn.Module):
+    """Sequence parallel norm, then a column-wise and a row-wise layer, with a skip connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+def split(rank: int, num_ranks: int) -> dict[str, Any]:
+    """F, I and W of two microbatches; what each part computed and communicated."""
+    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tensor",))
+    torch.manual_seed(0)
+    module = Sharded().double()
+    reference = copy.deepcopy(module)
+    plan: dict[str, Any] = {
+        "norm": SequenceParallel(use_local_output=True),
+        "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=True),
+        "down": RowwiseParallel(output_layouts=Replicate(), use_local_output=False),
+    }
+    parallelize_module(module, mesh, plan)
+    batches = torch.randn(2, 3, 4, 8, dtype=torch.float64)
+    found: dict[str, Any] = {}
+    for _ in range(2):  # the first time, torch also runs operations to learn their placements
+        for batch in batches:
+            output = reference(batch)
+            output.backward(output.detach().cos())
+        flying = []
+        for batch in batches:
+            shared = distribute_tensor(batch, mesh, [Replicate()]).requires_grad_()
+            work = DeferredGrads()
+            with work:
+                flying.append((work, module(shared)))
+        found["undeferred"] = find_undeferred([y for _, y in flying], module.parameters())
+        before = [p.grad for p in module.parameters()]
+        with CommDebugMode() as sent, profile(activities=[ProfilerActivity.CPU]) as computed:
+            for work, output in flying:
+                with work:
+                    output.backward(output.detach().cos())
+        found["I"] = sent.get_total_counts() > 0, num_products(computed)
+        assert all(p.grad is g for p, g in zip(module.parameters(), before, strict=True))
+        with CommDebugMode() as sent, profile(activities=[ProfilerActivity.CPU]) as computed:
+            for work, _ in flying:
+                work.accumulate()
+        found["W"] = sent.get_total_counts() > 0, num_products(computed)
+    wanted = dict(reference.named_parameters())
+    for name, param in module.named_parameters():
+        assert isinstance(param.grad, DTensor)
+        torch.testing.assert_close(param.grad.full_tensor(), wanted[name].grad)
+    return found
+
+
+def num_products(computed: profile) -> int:
+    return sum(e.count for e in computed.key_averages() if e.key in ("aten::mm", "aten::addmm"))
+
+
+def test_weight_gradients_of_dtensors_are_deferred() -> None:
+    """I has the collectives, and half of the products; W has the other half."""
+    for outcome in run_ranks(split, 2):
+        found = outcome.result()
+        assert found["undeferred"] == []
+        assert found["I"] == (True, found["W"][1])
+        assert found["W"][0] is False
+        assert found["W"][1] > 0
 
 
 class Passes(nn.Linear):

@@ -51,7 +51,7 @@ def _torch_dtensor() -> Any:
     return sys.modules.get("torch.distributed.tensor")
 
 
-def is_dtensor(tensor: Tensor) -> bool:
+def is_dtensor(tensor: object) -> bool:
     """True if ``tensor`` is a DTensor."""
     if type(tensor) is Tensor:
         return False

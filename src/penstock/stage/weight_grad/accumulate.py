@@ -184,7 +184,7 @@ class _FirstGrads(torch.autograd.Function):
     def forward(ctx: FunctionCtx, totals: list[Tensor], *parameters: Parameter) -> Tensor:
         ctx.totals = totals  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
-        return parameters[0].new_empty(())
+        return torch.empty((), device=parameters[0].device)  # no DTensor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import optree
 import torch
@@ -51,6 +51,7 @@ from penstock._torch_compat import (
     without_modes,
     without_override_check,
 )
+from penstock.stage.dtensor import is_dtensor
 from penstock.stage.weight_grad.accumulate import (
     Expression,
     Formula,
@@ -62,6 +63,7 @@ from penstock.stage.weight_grad.accumulate import (
 )
 
 __all__ = ["COMPILED_PART_OF", "HANDLERS", "DeferredGrads", "compiled_parts", "find_undeferred"]
+__all__ += ["is_dense"]
 
 Func: TypeAlias = Callable[..., Any]
 Args: TypeAlias = tuple[Any, ...]
@@ -145,10 +147,10 @@ class DeferredGrads(TorchFunctionMode):
         While I recomputes a checkpointed region, the region's weights are other tensors at the same
         place of the graph, or leaves with a parameter's place.
         """
-        if type(value) is Parameter:
+        if type(value) is Parameter or (is_dtensor(value) and isinstance(value, Parameter)):
             deferred = value.requires_grad and id(value) not in self._undeferred
             return value if deferred else None
-        if type(value) is not Tensor or not (self.expressions or self.num_passes):
+        if not (self.expressions or self.num_passes) or not is_dense(value):
             return None
         if not value.requires_grad:
             return None
@@ -156,7 +158,7 @@ class DeferredGrads(TorchFunctionMode):
             return self.expressions.get((value.grad_fn, value.output_nr))
         if self.num_passes and saved_tensor_hooks_active() and deferrable_now():
             owner = getattr(get_gradient_edge(value).node, "variable", None)
-            return self.weight(owner) if type(owner) is Parameter else None
+            return self.weight(owner) if isinstance(owner, Parameter) else None
         return None
 
     def _may_hold_weight(self, args: Iterable[Any]) -> bool:
@@ -169,8 +171,10 @@ class DeferredGrads(TorchFunctionMode):
                 if (self.expressions or self.num_passes) and self.weight(arg) is not None:
                     return True
             # Sizes and dimensions come in lists as well.
-            elif kind is dict or (
-                (kind is tuple or kind is list) and not (arg and type(arg[0]) is int)
+            elif (
+                kind is dict
+                or ((kind is tuple or kind is list) and not (arg and type(arg[0]) is int))
+                or (kind not in _PLAIN and self.weight(arg) is not None)
             ):
                 return True
         return False
@@ -179,7 +183,7 @@ class DeferredGrads(TorchFunctionMode):
         """Take the tensors in ``result``, computed from ``sources`` alone, as weights."""
         leaves = frozenset(_leaf_ids(sources))
         for each in optree.tree_leaves(result):
-            if type(each) is Tensor and each.grad_fn is not None:
+            if is_dense(each) and each.grad_fn is not None:
                 self.expressions[each.grad_fn, each.output_nr] = Expression(
                     edge=get_gradient_edge(each),
                     shape=each.shape,
@@ -277,6 +281,15 @@ class DeferredGrads(TorchFunctionMode):
         self._latest_proxies.clear()
         self.expressions.clear()
         accumulate(records)
+
+
+# Types of arguments that are no tensors.
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+
+
+def is_dense(value: object) -> TypeGuard[Tensor]:
+    """True for a plain tensor or a DTensor, and no other subclass."""
+    return type(value) is Tensor or is_dtensor(value)
 
 
 def _leaf_ids(weights: Iterable[Weight]) -> set[int]:

@@ -31,6 +31,7 @@ from penstock.stage.weight_grad.deferred_grads import (
     Handler,
     Kwargs,
     generic,
+    is_dense,
     substitute,
     twin_of,
 )
@@ -48,7 +49,7 @@ def weights_of(
     weight = deferred.weight(w)
     if (
         weight is None
-        or type(x) is not Tensor
+        or not is_dense(x)
         or x.layout is not torch.strided
         or x.is_nested
         or x.is_complex()
