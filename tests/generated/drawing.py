@@ -81,6 +81,7 @@ def _plans(draws: Draws, way: str, ranks: int | None, replicas: str) -> list[Pla
 def _laid(draws: Draws, plan: Plan, recipe: Recipe, processes: bool, replicas: str) -> Plan:
     """A plan for a model that is drawn: how it is cut, and what else is done with it."""
     plan = replace(plan, split=draws.parts_of(len(recipe.units), plan.num_model_stages))
+    plan = _keeping(plan, recipe)
     plan = with_given(draws, plan, way=recipe.way)
     if not draws.takes("beside", 0.15) or recipe.way == "pieces" or plan.given == "auto":
         return plan
@@ -90,7 +91,13 @@ def _laid(draws: Draws, plan: Plan, recipe: Recipe, processes: bool, replicas: s
     keeps = any(unit in UNITS and UNITS[unit].keeps for unit in recipe.units)
     if beside is not None and keeps and not beside.sums_in_order:
         return plan
-    return replace(plan, beside=beside)
+    return replace(plan, beside=None if beside is None else _keeping(beside, recipe))
+
+
+def _keeping(plan: Plan, recipe: Recipe) -> Plan:
+    """A plan that recomputes no forward that writes into its inputs, which is refused."""
+    writes = "in place on its input" in recipe.units
+    return replace(plan, kept="offload") if writes and plan.kept == "recompute" else plan
 
 
 def _habits(draws: Draws, recipe: Recipe, plans: list[Plan], replicas: str) -> Habits:

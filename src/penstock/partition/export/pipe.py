@@ -26,7 +26,6 @@ from penstock.partition.export.capture import CONSTANTS, Captured, capture
 from penstock.partition.export.markers import SplitPoint, marked
 from penstock.partition.export.stage_module import StageModule, build_modules
 from penstock.partition.huggingface import install_hooks
-from penstock.partition.plan import Plan
 from penstock.partition.spec import SplitSpec
 from penstock.partition.ties import Tie, named_tensors, record_ties
 
@@ -194,7 +193,6 @@ def pipeline_of(
         names = [first.setdefault(model.get_submodule(name), name) for name in split.blocks]
         choose = partial(graph_cut.cuts_at_counts, blocks=names, counts=split.counts)
     elif split.stages:
-        Plan(stages=split.stages).check(model)
         stages = [[*_called(model, stage)] for stage in split.stages]
         names = itertools.chain(*stages)
         choose = partial(graph_cut.cuts_at_names, stages=stages)
