@@ -376,40 +376,10 @@ def is_composable_ddp(module: object) -> bool:
     return isinstance(module, _loaded("torch.distributed._composable.replicate", "DDP"))
 
 
-def _replicate_state(module: nn.Module) -> Any:
-    return _loaded("torch.distributed._composable.replicate", "replicate").state(module)
-
-
 def ddp_parameters(module: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters that DDP reduces; it has no public list of them."""
     parameters: list[nn.Parameter] = module._module_parameters
     return [p for p in parameters if p.requires_grad]
-
-
-def switch_ddp_sink(module: DistributedDataParallel, *, off: bool) -> bool:
-    """Switch the all-reduce after the first backward of a static graph; return the setting before.
-
-    It fails under ``no_sync()``.
-    """
-    if not module.static_graph:
-        return off
-    before: bool = module._static_graph_delay_allreduce_enqueued
-    module._static_graph_delay_allreduce_enqueued = off
-    return before
-
-
-def ddp_within(module: nn.Module) -> DistributedDataParallel:
-    """The DDP module of a module under ``replicate``, which makes and hides it in a forward."""
-    state = _replicate_state(module)
-    if state._init_args or state._init_kwargs:
-        state.lazy_init()
-    ddp: DistributedDataParallel = state._ddp
-    return ddp
-
-
-def composable_syncs(module: nn.Module) -> bool:
-    """True if a module under ``replicate`` reduces gradients: the setting has no public getter."""
-    return not _replicate_state(module)._no_sync
 
 
 def fsdp_finish_backward(root: FSDPModule, *, is_reduced: bool = False) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.replicate import replicate
-from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_2
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -45,12 +44,6 @@ def wrap_ddp(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return DistributedDataParallel(module, process_group=mesh.get_group())
 
 
-def wrap_ddp_static(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    return DistributedDataParallel(
-        module, process_group=mesh.get_group(), gradient_as_bucket_view=True, static_graph=True
-    )
-
-
 def wrap_fsdp(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for child in module.children():
         if isinstance(child, nn.Linear):
@@ -65,12 +58,7 @@ def wrap_fsdp_whole(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def wrap_replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    wrapped: nn.Module = replicate(module, device_mesh=mesh)
-    return wrapped
-
-
-def wrap_replicate_2(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    wrapped: nn.Module = replicate_2(module, mesh=mesh)
+    wrapped: nn.Module = replicate(module, mesh=mesh)
     return wrapped
 
 
@@ -82,11 +70,9 @@ def wrap_part(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 WRAPS: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
     "ddp": wrap_ddp,
-    "ddp static": wrap_ddp_static,
     "fsdp": wrap_fsdp,
     "fsdp whole": wrap_fsdp_whole,
     "replicate": wrap_replicate,
-    "replicate of fsdp": wrap_replicate_2,
     "parts": wrap_part,
 }
 

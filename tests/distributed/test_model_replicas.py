@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -108,7 +108,7 @@ def wrap(pipe: Pipeline, kind: str, replicas: DeviceMesh) -> None:
                     fully_shard(layer, mesh=replicas)
                 fully_shard(stage.submod, mesh=replicas)
             case _:
-                replicate(stage.submod, device_mesh=replicas)
+                replicate(stage.submod, mesh=replicas)
 
 
 def train(rank: int, num_ranks: int, kind: str) -> dict[tuple[str, str], list[dict[str, Any]]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -68,7 +69,7 @@ def count_reductions(rank: int, num_ranks: int) -> dict[str, list[int]]:
 def test_gradients_are_reduced_once_per_step_and_stage() -> None:
     # Under DDP one of the numbers that say which gradients there are, and one of the gradients;
     # of nested shards one for each of two linear layers, and one for what is around them.
-    per_stage = {"ddp": 2, "replicate": 2, "fsdp whole": 1, "fsdp": 3}
+    per_stage = {"ddp": 2, "replicate": 1, "fsdp whole": 1, "fsdp": 3}
     for outcome in run_ranks(count_reductions, 4):
         counts = outcome.result()
         assert len(counts) == 7
@@ -97,7 +98,7 @@ def use_after_steps(rank: int, num_ranks: int, breaks: bool) -> dict[str, list[T
         # failed, then it would give up their group.
         failure.READ_INTERVAL_S = 60.0
     grads = {}
-    for wrap in ("ddp", "ddp static", "replicate", "replicate of fsdp", "fsdp"):
+    for wrap in ("ddp", "replicate", "fsdp"):
         torch.manual_seed(0)
         burst = Burst()
         inner = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM), burst)
@@ -334,7 +335,11 @@ def refused(rank: int, num_ranks: int) -> list[str]:
     sharded = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     nn.Module.__init__(sharded)
     told = []
-    for module in (ddp, nn.Sequential(sharded)):
+    static = DistributedDataParallel(
+        nn.Linear(DIM, DIM), process_group=replicas.get_group(), static_graph=True
+    )
+    of_ddp = replicate(nn.Linear(DIM, DIM), device_mesh=replicas)
+    for module in (ddp, static, nn.Sequential(sharded), of_ddp):
         with pytest.raises(StageError) as caught:
             PipelineStage(module, pipeline.get_local_rank(), 2, CPU, group=pipeline.get_group())
             get_schedule_class("1f1b")(  # type: ignore[call-arg]
@@ -345,13 +350,11 @@ def refused(rank: int, num_ranks: int) -> list[str]:
                 nn.functional.mse_loss,
             )
         told.append(str(caught.value))
-    for wrap, sparse, hook in itertools.product(("ddp", "replicate"), (True, False), (True, False)):
-        if sparse != hook:
-            module = nn.Sequential(nn.Embedding(7, DIM, sparse=sparse), nn.Linear(DIM, DIM))
-            told.append(refused_in_a_step(rank, WRAPS[wrap](module, replicas), hook))
-    for wrap in "ddp", "replicate":
-        module = nn.Sequential(Lookup(), nn.Linear(DIM, DIM))
-        told.append(refused_in_a_step(rank, WRAPS[wrap](module, replicas), False))
+    for sparse in (True, False):
+        module = nn.Sequential(nn.Embedding(7, DIM, sparse=sparse), nn.Linear(DIM, DIM))
+        told.append(refused_in_a_step(rank, WRAPS["ddp"](module, replicas), not sparse))
+    module = nn.Sequential(Lookup(), nn.Linear(DIM, DIM))
+    told.append(refused_in_a_step(rank, WRAPS["ddp"](module, replicas), False))
     return told
 
 
@@ -380,14 +383,14 @@ def refused_in_a_step(rank: int, module: Any, has_hook: bool) -> str:
 
 def test_unsupported_wrappers_are_refused() -> None:
     for outcome in run_ranks(refused, 4):
-        ddp, fsdp1, *in_steps, first_sum, second_sum = outcome.result()
-        assert "wrapped in DDP with mixed_precision=" in ddp
+        precise, static, fsdp1, of_ddp, sparse, hook, no_embedding = outcome.result()
+        assert "or with mixed_precision=" in precise
+        assert "wrapped in DDP with static_graph=" in static
         assert "use torch.distributed.fsdp.fully_shard instead" in fsdp1
-        for sparse, hook in zip(in_steps[::2], in_steps[1::2], strict=True):
-            assert "a parameter of a replicated stage has a sparse gradient" in sparse
-            assert "has a communication hook (register_comm_hook)" in hook
-        for message in first_sum, second_sum:
-            assert "action 0REDUCE_GRAD: a parameter of a replicated stage has a sparse" in message
+        assert "under the replicate that is made of DDP" in of_ddp
+        assert "a parameter of a replicated stage has a sparse gradient" in sparse
+        assert "has a communication hook (register_comm_hook)" in hook
+        assert "action 0REDUCE_GRAD: a parameter of a replicated stage has a sparse" in no_embedding
 
 
 def shard_one_stage(rank: int, num_ranks: int) -> list[bool]:

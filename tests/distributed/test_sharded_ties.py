@@ -100,7 +100,7 @@ def train_plainly() -> tuple[list[float], dict[str, Tensor]]:
 # In 1f1b the places lie on two ranks; in a V on one, and with two copies on both.
 @pytest.mark.parametrize(
     ("schedule", "wrap"),
-    [("1f1b", "fsdp whole"), ("zbv", "fsdp whole"), ("dualpipe", "replicate of fsdp")],
+    [("1f1b", "fsdp whole"), ("zbv", "fsdp whole"), ("dualpipe", "replicate")],
 )
 def test_they_train_as_the_plain_model_also_from_a_checkpoint(
     schedule: str, wrap: str, tmp_path: Path

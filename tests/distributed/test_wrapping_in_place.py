@@ -101,7 +101,7 @@ def expected(schedule: str, replicas: tuple[int, ...], step: int, rank: int) -> 
     return [p.grad for i in mine for p in layers[i].parameters() if p.grad is not None]
 
 
-KINDS = ("fsdp", "fsdp whole", "replicate", "replicate of fsdp", "ddp within")
+KINDS = ("fsdp", "fsdp whole", "replicate", "ddp within")
 
 
 @pytest.mark.parametrize("kind", KINDS)

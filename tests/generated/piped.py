@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -341,4 +341,4 @@ def _replicate(stage: PipelineStage, kind: str, replicas: DeviceMesh) -> None:
         case "fsdp":
             fully_shard(stage.submod, mesh=replicas)
         case _:
-            replicate(stage.submod, device_mesh=replicas)
+            replicate(stage.submod, mesh=replicas)

@@ -6,8 +6,8 @@ may leave them to a later one. Reductions and gathers run beside other stages' c
 
     UNSHARD ── gather ──┤ F of the stage        W of the stage, REDUCE_GRAD ── reduce ──┤ step's end
 
-    DDP, replicate   ``start_averaging``: torch's all-reduce, bucket by bucket
-    FSDP2            FSDP's own reduce-scatter, all-gather and resharding
+    DDP                ``start_averaging``: torch's all-reduce, bucket by bucket
+    FSDP2, replicate   FSDP's own reduce-scatter, all-gather and resharding
 """
 
 from __future__ import annotations
@@ -121,14 +121,20 @@ def _find(module: nn.Module, shared: Collection[int]) -> Iterator[Replicas]:
             "a stage is wrapped in FullyShardedDataParallel (FSDP1), which reduces gradients after "
             "each backward; use torch.distributed.fsdp.fully_shard instead"
         )
-    is_ddp = isinstance(module, DistributedDataParallel)
-    if is_ddp and module.mixed_precision is not None:
+    if _torch_compat.is_composable_ddp(module):
         raise StageError(
-            "a stage is wrapped in DDP with mixed_precision=, which casts gradients as each "
-            "backward reduces them; use torch.autocast, or fully_shard's MixedPrecisionPolicy"
+            "a stage is under the replicate that is made of DDP; use DistributedDataParallel, or "
+            "the replicate that is made of FSDP2"
+        )
+    is_ddp = isinstance(module, DistributedDataParallel)
+    if is_ddp and (module.static_graph or module.mixed_precision is not None):
+        raise StageError(
+            "a stage is wrapped in DDP with static_graph=, or with mixed_precision=, which act on "
+            "each backward; leave them out (for the latter use torch.autocast, or fully_shard's "
+            "MixedPrecisionPolicy)"
         )
     kind: type[_Ddp | _Fsdp] | None = _Fsdp if _torch_compat.is_fsdp(module) else None
-    if kind is None and (is_ddp or _torch_compat.is_composable_ddp(module)):
+    if is_ddp:
         kind = _Ddp
     if kind is not None:
         found = kind(module)
@@ -140,42 +146,30 @@ def _find(module: nn.Module, shared: Collection[int]) -> Iterator[Replicas]:
 
 
 class _Ddp(Replicas):
-    """A module in DDP, or one under ``replicate``, which stores a DDP module in its hooks."""
-
-    def __init__(self, module: Any) -> None:
+    def __init__(self, ddp: Any) -> None:
         super().__init__()
-        self._module = module
-        self._is_composable = _torch_compat.is_composable_ddp(module)
-        # Torch creates the DDP module of ``replicate`` in the first forward.
-        self._ddp: Any = None if self._is_composable else module
-        self._synced = self._ddp_synced = self._reduces = True
-        self._sink_off = self._shares_buffers = self._trains = False
+        self._ddp = ddp
+        self._synced = self._reduces = True
+        self._shares_buffers = self._trains = False
 
     @property
     def is_synced(self) -> bool:
-        if self._is_composable:
-            return _torch_compat.composable_syncs(self._module)
         return bool(self._ddp.require_backward_grad_sync)
 
     def begin(self, *, reduces: bool = True) -> None:
-        if not self.groups:
-            self._ddp = self._ddp or _torch_compat.ddp_within(self._module)
-            self.groups = (self._ddp.process_group,)
         ddp = self._ddp
+        self.groups = (ddp.process_group,)
         if _torch_compat.comm_hooks_of(ddp):
             raise StageError(
                 "a stage in DDP has a communication hook (register_comm_hook), which a pipeline "
                 "can't call; leave it out, or shard the stage by fully_shard"
             )
-        self._synced, self._ddp_synced = self.is_synced, ddp.require_backward_grad_sync
+        self._synced = self.is_synced
         self._reduces = reduces and self._synced
-        if self._is_composable:
-            self._module.set_requires_gradient_sync(False)
         # Equivalent to DDP's no_sync() around the whole step.
         ddp.require_backward_grad_sync = False
-        self._sink_off = _torch_compat.switch_ddp_sink(ddp, off=True)
         # ``share_buffers`` broadcasts the buffers in place of DDP's forward.
-        self._shares_buffers = not self._is_composable and ddp.will_sync_module_buffers()
+        self._shares_buffers = ddp.will_sync_module_buffers()
         self._trains = torch.is_grad_enabled()
         ddp.require_forward_param_sync = False
 
@@ -192,13 +186,9 @@ class _Ddp(Replicas):
     def end(self) -> None:
         """Leave DDP in the state that its own forwards and backwards would."""
         super().end()
-        if self._is_composable:
-            self._module.set_requires_gradient_sync(self._synced)
-        if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = self._ddp_synced
-            # Buffers are broadcast again only after a reduction.
-            self._ddp.require_forward_param_sync = self._reduces and self._trains
-            _torch_compat.switch_ddp_sink(self._ddp, off=self._sink_off)
+        self._ddp.require_backward_grad_sync = self._synced
+        # Buffers are broadcast again only after a reduction.
+        self._ddp.require_forward_param_sync = self._reduces and self._trains
 
 
 class _Fsdp(Replicas):
