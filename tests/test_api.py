@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.pipelining import _backward as peer_backward
 from torch.distributed.pipelining import microbatch as peer_microbatch
 from torch.distributed.pipelining import schedules as peer_schedules
 from torch.distributed.pipelining import stage as peer_stage
+from torch.fx.node import map_aggregate
 
 import penstock
 from penstock.testing.processes import run_ranks
@@ -361,8 +363,52 @@ def test_the_same_script_cuts_a_model(module_name: str) -> None:
     assert [node.name for node in stages] == ["submod_pp_0", "submod_pp_1", "submod_pp_2"]
     x = torch.randn(2, DIM)
     output = pipe(x)
-    # The peer's pipes return a tuple, whatever the model returns.
-    assert torch.equal(output[0] if isinstance(output, tuple) else output, model(x))
+    assert isinstance(output, tuple) and len(output) == 1
+    assert torch.equal(output[0], model(x))
+
+
+class Outputs(nn.Module):
+    """An output of some form."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.second(self.first(x))
+        outputs = {"tensor": y, "tuple": (y,), "list": [y, y * 2], "values": (y, None, 3)}
+        return outputs.get(self.form, {"z": y * 3, "a": [y, {"b": y * 2}]})
+
+
+def step_traced(rank: int, num_ranks: int, module_name: str) -> list[Any]:
+    """What pipes give, loss functions of traced stages see, and steps return."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # the peer's own
+    library, told = importlib.import_module(module_name), list[Any]()
+    for form in ("tensor", "tuple", "list", "values", "dict"):
+        torch.manual_seed(0)
+        model, x = Outputs(form), torch.randn(4, DIM)
+        spec = {"second": library.SplitPoint.BEGINNING}
+        pipe = library.pipeline(model, (x[:2],), split_spec=spec)
+        seen: list[Any] = []
+
+        def loss_fn(output: Any, target: Any, seen: list[Any] = seen) -> torch.Tensor:
+            seen.append(output)
+            return (output if isinstance(output, torch.Tensor) else output[0]).sum()
+
+        schedule = library.Schedule1F1B(pipe.build_stage(rank, CPU), 2, loss_fn)
+        output = schedule.step(*((x,) if rank == 0 else ()), target=torch.ones(4))
+        told.append([pipe(x), [map_aggregate(each, torch.detach) for each in seen], output])
+    return told
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_traced_pipes_and_stages_give_what_torchs_give() -> None:
+    both = [
+        [outcome.result() for outcome in run_ranks(step_traced, 2, name)]
+        for name in ("penstock", "torch.distributed.pipelining")
+    ]
+    torch.testing.assert_close(*both)
 
 
 @pytest.mark.usefixtures("alone")

@@ -115,7 +115,7 @@ def test_everything_crosses_under_every_schedule(schedule: str) -> None:
 def test_the_output_is_the_models() -> None:
     pair = everything()
     expected = pair.model(**tokens(4, seed=2), scale=2.0)
-    out = pair.cut(**tokens(4, seed=2), scale=2.0)
+    out = pair.cut.split_gm(**tokens(4, seed=2), scale=2.0)
     assert type(out) is Scored
     assert (out.scale, out.note) == (2.0, None)
     torch.testing.assert_close(out.logits, expected.logits, rtol=0, atol=0)
@@ -145,7 +145,8 @@ def test_stages_by_hand_take_the_models_arguments() -> None:
     stages = [cut.build_stage(i, torch.device("cpu")) for i in range(2)]
     assert [type(stage) for stage in stages] == [penstock.TracedStage] * 2
     program = penstock.build("interleaved-1f1b", ranks=1, microbatches=2, virtual=2)
-    schedule = penstock.ScheduleProgram(stages, program, output_loss)
+    # As in torch, a traced stage gives the tensors of the model's output.
+    schedule = penstock.ScheduleProgram(stages, program, lambda output: output[0])
     losses: list[Tensor] = []
     schedule.step(**tokens(4), scale=2.0, losses=losses)
     again = copy.deepcopy(pair.model)
@@ -206,7 +207,7 @@ def test_a_model_on_the_meta_device() -> None:
         for named in (module.named_parameters, module.named_buffers):
             for name, tensor in named():
                 tensor.data.copy_(states[name])
-    out = cut(**values)
+    out = cut.split_gm(**values)
     torch.testing.assert_close(out.logits, source(**values).logits, rtol=0, atol=0)
 
 
@@ -251,12 +252,12 @@ def test_dropout_drops_in_training_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5))
     cut = pipeline(model, (torch.ones(2, 4),), split_spec=cuts_before("2"))
     x = torch.ones(3, 4)
-    dropped = cut.train()(x)
+    dropped = cut.train()(x)[0]
     assert 0.3 < (dropped == 0).float().mean() < 0.7
-    assert not torch.equal(dropped, cut(x))
-    kept = cut.eval()(x)
+    assert not torch.equal(dropped, cut(x)[0])
+    kept = cut.eval()(x)[0]
     assert torch.equal(kept, model.eval()(x))
-    assert torch.equal(kept, cut(x))
+    assert torch.equal(kept, cut(x)[0])
 
 
 def test_the_same_seed_drops_the_same() -> None:
@@ -266,7 +267,7 @@ def test_the_same_seed_drops_the_same() -> None:
     torch.manual_seed(3)
     expected = model(x)
     torch.manual_seed(3)
-    assert torch.equal(cut(x), expected)
+    assert torch.equal(cut(x)[0], expected)
 
 
 def test_capturing_changes_nothing_of_the_model() -> None:
@@ -383,7 +384,7 @@ def test_a_policy_puts_cuts_into_the_graph() -> None:
     example = (torch.ones(2, 4),)
     cut = pipeline(model, example, split_policy=before_each_linear)
     assert cut.num_stages == 3
-    assert torch.equal(cut(torch.ones(3, 4)), model(torch.ones(3, 4)))
+    assert torch.equal(cut(torch.ones(3, 4))[0], model(torch.ones(3, 4)))
     assert penstock.Pipe.from_tracing(model, example, None, before_each_linear).num_stages == 3
 
 
@@ -457,7 +458,10 @@ def test_one_tensor_passed_as_several_arguments_is_several() -> None:
         "extra": torch.randn(3, DIM),
     }
     expected = model(*args, **kwargs)
-    for output in (cut(*args, **kwargs), cut.split_gm(*args, **kwargs)):
+    flat = cut(*args, **kwargs)
+    assert flat[2] == "yes" and flat[4] is None
+    nested = [flat[0], {"kept": flat[1:3]}, *flat[3:]]
+    for output in (nested, cut.split_gm(*args, **kwargs)):
         assert output[1]["kept"][1] == "yes" and output[3] is None
         for mine, theirs in zip(
             (output[0], output[1]["kept"][0], output[2]),
@@ -522,7 +526,7 @@ def test_calls_that_do_not_fit_the_graph() -> None:
 def test_a_shape_that_the_code_has_fixed_is_named() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
     cut = pipeline(model, (torch.ones(2, 3, 4),))
-    assert cut(torch.ones(5, 3, 4)).shape == (5, 2)
+    assert cut(torch.ones(5, 3, 4))[0].shape == (5, 2)
     for wrong, told in (
         (torch.ones(2, 3, 5), r"input: .2, 3, 5., but .*captured for .*== 12"),
         (torch.ones(1, 3, 4), r"captured for 2 <= input.shape\[0\] <= int_oo"),

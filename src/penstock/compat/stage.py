@@ -35,7 +35,7 @@ from penstock.compat.torch_names import OF_STAGE, no_attribute
 from penstock.errors import StageError
 from penstock.parallel.data_parallel import ReplicaStep
 from penstock.stage.boundary import describe, static_spec
-from penstock.stage.pytree import map_tensors
+from penstock.stage.pytree import leaves_in_order, map_tensors
 from penstock.stage.stage import MicrobatchState
 from penstock.stage.wrappers import unwrapped
 
@@ -493,8 +493,13 @@ class TracedStage(PipelineStage):
         *,
         defer: bool,
     ) -> Any:
-        """Run the module; stages after the first ignore keyword arguments."""
-        return super().forward(state, args, kwargs if self.is_first else {}, defer=defer)
+        """Run the module; stages after the first ignore keyword arguments. The model's output is
+        its tensor, or a tuple of its tensors."""
+        output = super().forward(state, args, kwargs if self.is_first else {}, defer=defer)
+        if self.is_last:
+            tensors = [leaf for leaf in leaves_in_order(output) if isinstance(leaf, Tensor)]
+            return tuple(tensors) if len(tensors) > 1 else tensors[0] if tensors else output
+        return output
 
     def get_stage_index_of_submod(self, submod_name: str) -> int:
         """Look up a stage's index by its name in the pipe's graph, such as ``"submod_pp_0"``.

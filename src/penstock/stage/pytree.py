@@ -63,6 +63,13 @@ def unflatten(tree: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:
     return optree.tree_unflatten(tree, leaves)
 
 
+def leaves_in_order(value: Any) -> list[Any]:
+    """The leaves, None included, in torch's order: dicts by insertion, not by key."""
+    flatten(value)  # registers classes
+    with optree.dict_insertion_ordered(True, namespace=NAMESPACE):
+        return optree.tree_leaves(value, none_is_leaf=True, namespace=NAMESPACE)
+
+
 def tensors_of(value: Any) -> list[Tensor]:
     """All tensors of a pytree."""
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]

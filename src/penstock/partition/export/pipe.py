@@ -28,6 +28,7 @@ from penstock.partition.export.stage_module import StageModule, build_modules
 from penstock.partition.huggingface import install_hooks
 from penstock.partition.spec import SplitSpec
 from penstock.partition.ties import Tie, named_tensors, record_ties
+from penstock.stage.pytree import leaves_in_order
 
 __all__ = ["Pipe", "PipeInfo", "pipeline", "pipeline_of"]
 
@@ -80,12 +81,12 @@ class Pipe(nn.Module):
         self.crossing: tuple[tuple[str, ...], ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all stages in turn, with the result of the original model."""
+        """Run all stages in turn; returns the leaves of the original model's output in a tuple."""
         first, *later = (self.get_stage_module(i) for i in range(self.num_stages))
         values = first(*args, **kwargs)
         for module in later:
             values = module(*values)
-        return values
+        return tuple(leaves_in_order(values))
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
         """The module of one stage, with the model's own parameters under their names.
