@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock import SplitPoint, pipeline
+from penstock import PenstockError, Pipeline, SplitPoint, pipeline
+from penstock.runtime.comm.c10d import C10dTransport
+from penstock.testing.compare import assert_same, plain_step, snapshot
+from penstock.testing.processes import run_ranks
+from tests.agreement import ROUNDING
 from tests.distributed.launches import results_of
 
 DIM, NUM = 6, 4
@@ -80,3 +84,72 @@ def test_inputs_at_the_first_rank_or_on_all(schedule: str, everywhere: bool) -> 
         torch.testing.assert_close(grads[name], param.grad, rtol=1e-6, atol=1e-8)
     for each in told:
         torch.testing.assert_close(each["losses"], losses, rtol=0, atol=0)
+
+
+# --- inputs on the rank that computes with them --------------------------------------------------
+
+
+class Masked(Skipping):
+    """Has an optional argument of many parts, which chooses what the last stage computes."""
+
+    def forward(
+        self, x: Tensor, *, mask: Any = None, labels: Tensor, twice: bool = False
+    ) -> dict[str, Tensor]:
+        y = super().forward(x, mask=1.0, labels=labels)["y"]  # type: ignore[arg-type]
+        if mask is not None:
+            y = y * mask["first"] * mask["then"][0]
+        loss = nn.functional.mse_loss(y, labels)
+        return {"loss": 2 * loss if twice else loss, "y": y}
+
+
+def masked(rows: int, seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    mask = {"first": torch.arange(rows * DIM).reshape(rows, DIM) % 2, "then": [torch.ones(rows, 1)]}
+    return {"x": torch.randn(rows, DIM), "mask": mask, "labels": torch.randn(rows, DIM)}
+
+
+def pass_apart(rank: int, num_ranks: int, method: str) -> list[int]:
+    """Steps beside the plain model's, with arguments on the last rank alone.
+
+    Returns the numbers of messages of metadata that this rank sent.
+    """
+    torch.manual_seed(0)
+    plain, model = Masked(), Masked()
+    model.load_state_dict(plain.state_dict())
+    pipe = Pipeline(
+        model, example=masked(2, 0), method=method, n_microbatches=2, timeout_s=20,
+        split=["layers.2"],
+    )  # fmt: skip
+    sent = [0]
+    send_metadata = C10dTransport.send_metadata
+
+    def count(self: C10dTransport, peer: int, data: bytes) -> None:
+        sent[-1] += 1
+        send_metadata(self, peer, data)
+
+    C10dTransport.send_metadata = count  # type: ignore[method-assign]
+    for step, rows in enumerate((4, 4, 5, 4)):
+        given = masked(rows, step)
+        if step == 3 and method == "module":
+            given["twice"] = True
+        here = {"x"} if rank == 0 else given.keys() - {"x"}
+        loss = pipe.step(**{name: given[name] for name in here})
+        expected = plain_step(plain, lambda output, _: own_loss(output), n_microbatches=2, **given)
+        torch.testing.assert_close(loss, expected.loss)
+        assert_same(snapshot(pipe), snapshot(plain), tolerance=ROUNDING, partial=True)
+        sent.append(0)
+    # Positional on the first rank, and by name on the other, which does not need it.
+    given = masked(4, 1)
+    pipe.eval(given["x"], labels=given["labels"]) if rank == 0 else pipe.eval(**given)
+    # Needed by the first rank, and not there.
+    with pytest.raises(PenstockError, match=r"input x"):
+        pipe.step(labels=given["labels"]) if rank == 0 else pipe.step(**given)
+    return sent
+
+
+@pytest.mark.parametrize("method", ["module", "export"])
+def test_arguments_may_be_passed_where_they_are_used(method: str) -> None:
+    first, last = (outcome.result() for outcome in run_ranks(pass_apart, 2, method))
+    # Of the first shapes one message per boundary and direction; nothing for those before.
+    assert first[1] == last[1] == 0
+    assert first[0] > 0 and first[2] > 0

@@ -1,4 +1,4 @@
-"""User input about a model: the places to cut it, and an example call.
+"""User input about a model: the places to cut it, and its calls.
 
     split=                                   SplitSpec
     "auto"                                   auto       measured and balanced
@@ -13,20 +13,24 @@ Every way of cutting (layer by layer, by module, by export) takes this one type.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition.blocks import find_blocks
 from penstock.partition.plan import Plan, abbreviate
-from penstock.stage.pytree import as_args
+from penstock.stage.boundary import TensorMeta
+from penstock.stage.pytree import as_args, flatten, unflatten
 
-__all__ = ["Example", "Split", "SplitSpec", "as_call", "describe", "own_loss"]
+__all__ = ["Elsewhere", "Example", "Split", "SplitSpec", "as_call", "describe", "on_shapes"]
+__all__ += ["own_loss", "with_elsewhere"]
 
 Split: TypeAlias = Plan | Sequence[int] | Sequence[str] | Sequence[Sequence[str]] | str
 """The forms of a user's split."""
@@ -104,7 +108,38 @@ class SplitSpec:
         return self.starts or tuple(blocks[start] for start in starts)
 
 
-# --- an example call ----------------------------------------------------------------------------
+# --- calls --------------------------------------------------------------------------------------
+
+
+class Elsewhere:
+    """In the first stage's call, a tensor that another rank passes to its own stages."""
+
+    def __init__(self, meta: TensorMeta) -> None:
+        self.meta = meta
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Elsewhere) and self.meta == other.meta
+
+    def __hash__(self) -> int:
+        return hash(self.meta)
+
+
+def with_elsewhere(
+    forward: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], others: Any
+) -> dict[str, Any]:
+    """The keyword arguments of a call, with those of other ranks that it lacks."""
+    given = {**forward.bind_partial(*args).arguments, **kwargs}
+    return {**kwargs, **{name: value for name, value in others.items() if name not in given}}
+
+
+def on_shapes(call: Any) -> tuple[Any, tuple[int, ...]]:
+    """A call with tensors on the meta device for those elsewhere, and the indices of these."""
+    leaves, tree = flatten(call)
+    found = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Elsewhere))
+    for i in found:
+        meta = leaves[i].meta
+        leaves[i] = meta.unpack(torch.empty(meta.wire_shape, dtype=meta.dtype, device="meta"))
+    return unflatten(tree, leaves), found
 
 
 def as_call(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -22,7 +22,13 @@ from penstock.runtime.config import RunConfig
 from penstock.runtime.executor import BoundAction, Executor
 from penstock.runtime.loss import needs_target
 from penstock.runtime.overlap import DualStreams, PairFunction
-from penstock.runtime.shape_ids import condition_id, inputs_id, shape_ids
+from penstock.runtime.shape_ids import (
+    MAX_SHAPES,
+    KwargsElsewhere,
+    condition_id,
+    inputs_id,
+    shape_ids,
+)
 from penstock.runtime.stage_runner import Neighbor, StageRunner
 from penstock.runtime.step import StepState
 from penstock.schedule.channels import acknowledgements
@@ -35,8 +41,6 @@ from penstock.stage.stage import MicrobatchState, Stage
 
 __all__ = ["BoundProgram"]
 
-# After so many shape ids all are forgotten, on all ranks at the same step.
-MAX_SHAPES = 4096
 # In an order that is the same on every rank. The loss of an evaluation may be a count.
 _DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
 
@@ -50,11 +54,13 @@ class BoundProgram:
         config: RunConfig,
         stages: Mapping[int, Stage],
         transports: Sequence[Transport],
-        streams: DeviceStreams | None = None,
+        streams: DeviceStreams | None,
+        elsewhere: KwargsElsewhere,
         *,
         train: bool,
     ) -> None:
         self.program, self.train = program, train
+        self._elsewhere = elsewhere
         self._config, self._stages, self._transports = config, stages, transports
         self._streams = streams
         self._is_single_process = len(transports) == program.num_ranks
@@ -109,15 +115,22 @@ class BoundProgram:
         if self._enters and len(self._entry_ranks) > 1:
             assert step.args is not None
             inputs = inputs_id(step.args, step.kwargs, number)
-        return BatchFacts(conditions, step.num_with_rows, inputs, step.reduces, step.rows)
+        me, stages = self._transports[0].rank, self._stages.values()
+        kwargs_here = self._elsewhere.describe(me, conditions, kwargs, stages)
+        return BatchFacts(
+            conditions, step.num_with_rows, inputs, step.reduces, step.rows, kwargs_here
+        )
 
     def begin(self, step: StepState, facts: Sequence[BatchFacts], number: int) -> None:
         """Begin the step of this number: broadcast its shape ids and its seed."""
         transport, ids = self._transports[0], step.shape_ids
+        self._elsewhere.note(facts)
         if self._enters:
             assert step.args is not None
             conditions = [each.conditions for each in facts]
             ids = shape_ids(step.args, step.kwargs, conditions, number)
+            first = next(i for i in self.program.placement.entries if i in self._stages)
+            self._elsewhere.complete(step, facts, self._stages[first])
         # Drawn on every rank, so that the generators stay alike; the first rank's counts.
         seed = draw_step_seed() if self.train and self._config.microbatch_rng else 0
         sent = [seed, *ids]

@@ -41,6 +41,7 @@ from penstock.runtime.config import RunConfig
 from penstock.runtime.executor import BoundAction, merge_spans
 from penstock.runtime.microbatch import inputs_digest
 from penstock.runtime.overlap import PairFunction
+from penstock.runtime.shape_ids import KwargsElsewhere
 from penstock.runtime.step import StepState
 from penstock.schedule.check import check
 from penstock.schedule.passes import forward_only, lower
@@ -115,6 +116,7 @@ class Engine:
         device = next(iter(self.stages.values())).device
         self._channels = channels_of(device)
         self._streams = device_streams.streams_of(device)
+        self._elsewhere = KwargsElsewhere()
         self._pair_function: PairFunction | None = None
         self._eval, self._train = (self._bind(t, program.num_microbatches) for t in (False, True))
         self._last = self._train
@@ -131,7 +133,7 @@ class Engine:
         """The bound program of so many microbatches, made once."""
         key = train, num_microbatches
         if key not in self._bound:
-            shared = self.config, self.stages, self.transports, self._streams
+            shared = self.config, self.stages, self.transports, self._streams, self._elsewhere
             self._bound[key] = BoundProgram(self._lowered(*key), *shared, train=train)
             if train and self._pair_function is not None:
                 self._bound[key].rebind(pair_function=self._pair_function)

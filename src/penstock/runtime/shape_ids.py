@@ -4,21 +4,33 @@ The first stage's rank computes an id per microbatch, a digest of the inputs' sh
 values but floats (objects of other types get a new id each step) and of all ranks' *run
 conditions*: autocast, the modules' classes (which sharding changes) and training mode, which
 parameters require grad, in which dtype, and keyword arguments on other ranks.
+
+Where the first stage's module plans the whole model's forward, its rank also learns what keyword
+arguments other ranks pass to their stages alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.stage.pytree import flatten, is_plain
+from penstock.partition.spec import Elsewhere
+from penstock.runtime.comm.agreement import BatchFacts
+from penstock.runtime.step import StepState
+from penstock.stage.boundary import BoundarySpec, TensorMeta, describe
+from penstock.stage.pytree import flatten, is_plain, unflatten
 from penstock.stage.stage import Stage
+from penstock.stage.wrappers import unwrapped
 
-__all__ = ["condition_id", "inputs_id", "shape_ids"]
+__all__ = ["MAX_SHAPES", "KwargsElsewhere", "condition_id", "inputs_id", "shape_ids"]
+
+# After so many ids all are forgotten, on all ranks at the same step.
+MAX_SHAPES = 4096
 
 
 def condition_id(
@@ -58,6 +70,63 @@ def inputs_id(
 ) -> int:
     """The id of the shapes of all microbatches' inputs, without conditions; 32 bits, never 0."""
     return _digest([_key(*call, step) for call in zip(args, kwargs, strict=True)]) >> 31 | 1
+
+
+class KwargsElsewhere:
+    """The keyword arguments of every rank but the first stage's, described once per conditions."""
+
+    def __init__(self) -> None:
+        # By rank and run conditions; the same on every rank.
+        self._known: dict[tuple[int, int], list[dict[str, Any]]] = {}
+
+    def describe(
+        self,
+        rank: int,
+        conditions: int,
+        kwargs: Sequence[Mapping[str, Any]],
+        stages: Iterable[Stage],
+    ) -> str:
+        """Describe this rank's, unless the others know them; floats, which change, are left out."""
+        are_planned = any(hasattr(unwrapped(stage.submod), "complete_call") for stage in stages)
+        if not are_planned or not any(kwargs) or (rank, conditions) in self._known:
+            return ""
+        shown = [{n: v for n, v in each.items() if _is_describable(v)} for each in kwargs]
+        return json.dumps([describe((each,)).encode().decode() for each in shown])
+
+    def note(self, facts: Sequence[BatchFacts]) -> None:
+        """Keep the descriptions of all ranks."""
+        if len(self._known) >= MAX_SHAPES:
+            self._known.clear()
+        for rank, each in enumerate(facts):
+            if each.kwargs:
+                self._known[rank, each.conditions] = list(map(_stubs, json.loads(each.kwargs)))
+
+    def complete(self, step: StepState, facts: Sequence[BatchFacts], first: Stage) -> None:
+        """Add those of other ranks to the calls of the first stage that lack them."""
+        complete_call: Any = getattr(unwrapped(first.submod), "complete_call", None)
+        for key in ((rank, each.conditions) for rank, each in enumerate(facts)):
+            if key in self._known and complete_call is not None:
+                assert step.args is not None
+                calls = zip(step.args, step.kwargs, self._known[key], strict=False)
+                step.kwargs = [complete_call(*call) for call in calls]
+
+
+def _is_describable(value: Any) -> bool:
+    leaves = flatten(value)[0]
+    return bool(leaves) and all(
+        (leaf.layout is torch.strided and not leaf.is_nested)
+        if isinstance(leaf, Tensor)
+        else is_plain(leaf) and not isinstance(leaf, float)
+        for leaf in leaves
+    )
+
+
+def _stubs(encoded: str) -> dict[str, Any]:
+    """Keyword arguments as described, with stubs of tensors."""
+    spec = BoundarySpec.decode(encoded.encode())
+    leaves = [Elsewhere(leaf) if isinstance(leaf, TensorMeta) else leaf for leaf in spec.leaves]
+    (kwargs,) = unflatten(spec.tree, leaves)
+    return dict(kwargs)
 
 
 def _digest(key: object) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, PartitionError
 from penstock.partition.forward.module_state import tensors_in
-from penstock.partition.spec import own_loss
+from penstock.partition.spec import Elsewhere, on_shapes, own_loss, with_elsewhere
 from penstock.stage.pytree import flatten, is_plain, unflatten
 
 __all__ = ["CallForm", "OutputForm"]
@@ -81,8 +81,14 @@ class CallForm:
         bound.apply_defaults()
         return bound.args, bound.kwargs
 
-    def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of a call, in the order of ``names``.
+    def complete(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], others: Any
+    ) -> dict[str, Any]:
+        """The keyword arguments of a call, with those of other ranks that it lacks."""
+        return with_elsewhere(self._signature, args, kwargs, others)
+
+    def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor | None]:
+        """The tensors of a call, in the order of ``names``; None for those that are elsewhere.
 
         Raises:
             BoundaryError: the call differs from the example in more than the values of tensors
@@ -105,13 +111,14 @@ class CallForm:
                     f"{expected[1]!r}, which is built into its graph; capture it again with an "
                     "example like this"
                 )
+        leaves, elsewhere = on_shapes(leaves)
         tensors = [leaves[i] for i in self._slots]
         shapes = tuple(tensor.shape for tensor in tensors)
         if shapes not in self._checked_shapes:
             if message := self.check(tensors):
                 raise BoundaryError(message)
             self._checked_shapes.add(shapes)
-        return tensors
+        return [None if i in elsewhere else leaves[i] for i in self._slots]
 
 
 class OutputForm:
@@ -146,6 +153,8 @@ def _filled(fixed: Sequence[Any], slots: Sequence[int], values: Sequence[Any]) -
 
 def _kind(leaf: Any) -> tuple[Any, Any]:
     """The class and dtype of a tensor; the class and value of any other leaf."""
+    if isinstance(leaf, Elsewhere):
+        return (Tensor, leaf.meta.dtype)
     return (Tensor, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 

@@ -10,18 +10,28 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
 from penstock._torch_compat import children_of
 from penstock.errors import StageError
+from penstock.partition.export.call_form import CallForm
 from penstock.partition.export.capture import CONSTANTS, Captured
 from penstock.partition.export.graph_cut import GraphCut
 from penstock.partition.ties import named_tensors, names_by_tensor
+from penstock.stage.pytree import flatten
 
 __all__ = ["StageModule", "build_modules"]
+
+F = TypeVar("F")
+
+
+def _plain(function: F) -> F:
+    """Hide a function from torch.compile, which has pytrees of its own."""
+    hidden: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return hidden
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +41,10 @@ class StageCode:
     graph: fx.GraphModule  # its class's ``forward`` runs on any module with its attributes
     read: Callable[..., Any] | None  # on the first stage, from the model's call to graph inputs
     assemble: Callable[..., Any] | None  # on the last, from graph outputs to the model's output
+    form: CallForm
+    # Of what it is called with, the position and name of each input of the model, and whether the
+    # stage computes with it.
+    inputs: tuple[tuple[int, str, bool], ...]
 
     def __deepcopy__(self, memo: object) -> StageCode:
         """Return the code itself."""
@@ -70,16 +84,25 @@ class StageModule(nn.Module):
     def forward(self, *values: Any, **kwargs: Any) -> Any:
         """Run the stage: from the model's inputs, or the previous stage's outputs, to its own.
 
-        Keyword arguments are the model's inputs, and ignored by later stages.
+        Keyword arguments are the model's inputs. Later stages take those that the first one lacks.
         """
         code = self._codes.get(self.training)
         if code is None:
             raise StageError(self._missing)
         if code.read is not None:
             values = tuple(code.read(values, kwargs))
+        if any(values[place] is None for place, *_ in code.inputs):
+            values = _completed(code, values, kwargs)
         with ExitStack() as regions:
             results = type(code.graph).forward(self, regions, *values)
         return results if code.assemble is None else code.assemble(results)
+
+    def complete_call(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], others: Any
+    ) -> dict[str, Any]:
+        """The first stage's keyword arguments, with those of other ranks that the call lacks."""
+        code = self._codes.get(self.training)
+        return dict(kwargs) if code is None else code.form.complete(args, kwargs, others)
 
     def names_used(self) -> set[str]:
         """The names of the parameters, buffers and constants that its graphs use."""
@@ -107,6 +130,26 @@ class StageModule(nn.Module):
         return self
 
 
+@_plain
+def _completed(
+    code: StageCode, values: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """The values with which a stage is called, with this rank's in place of what is elsewhere."""
+    leaves, tree = flatten(dict(kwargs))
+    here = {".".join(map(str, path)): leaf for path, leaf in zip(tree.paths(), leaves, strict=True)}
+    found = list(values)
+    for place, name, is_used in code.inputs:
+        if values[place] is None:
+            leaf = here.get(name)
+            found[place] = leaf if isinstance(leaf, Tensor) else None
+            if is_used and found[place] is None:
+                raise StageError(
+                    f"the model's input {name} is neither passed on the rank of the first stage "
+                    "nor on this one, which computes with it"
+                )
+    return tuple(found)
+
+
 # --- from cut graphs to modules -----------------------------------------------------------------
 
 
@@ -128,13 +171,22 @@ def build_modules(
 
 def _stage_code(captured: Captured, cut: GraphCut, index: int) -> StageCode:
     graph, form = _stage_graph(cut, index), captured.form
+    inputs = cut.graph.find_nodes(op="placeholder")
+    names_of = dict(zip(inputs, form.names, strict=True))
+    received = cut.crossing[index - 1] if index else inputs
+    mine = {node for node, stage in cut.stage_of.items() if stage == index}
+    places = tuple(
+        (place, names_of[node], not mine.isdisjoint(node.users))
+        for place, node in enumerate(received)
+        if node in names_of
+    )
     names = (node.target for node in graph.nodes if node.op == "get_attr")
-    # torch.compile has pytrees of its own.
-    plain: Callable[..., Any] = torch.compiler.disable
     return StageCode(
         graph=fx.GraphModule(dict.fromkeys(names), graph, f"Stage{index}"),
-        read=plain(form.tensors) if index == 0 else None,
-        assemble=plain(form.output.assemble) if index == cut.num_stages - 1 else None,
+        read=_plain(form.tensors) if index == 0 else None,
+        assemble=_plain(form.output.assemble) if index == cut.num_stages - 1 else None,
+        form=form,
+        inputs=places,
     )
 
 

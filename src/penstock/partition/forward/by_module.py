@@ -31,7 +31,7 @@ from penstock.partition.forward.module_stage import ModuleStage
 from penstock.partition.forward.placeholder import ValueRef
 from penstock.partition.huggingface import install_hooks
 from penstock.partition.plan import abbreviate
-from penstock.partition.spec import Example, Split, SplitSpec, as_call
+from penstock.partition.spec import Example, Split, SplitSpec, as_call, on_shapes
 from penstock.partition.ties import named_tensors, record_ties
 from penstock.stage.boundary import TensorMeta
 
@@ -115,7 +115,9 @@ def split_by_module(
         raise type(error)(_with_boundaries(error, leaves, trace)) from error
 
     def make_plan(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> ForwardPlan:
-        return plan_forward(tracer.run(args, kwargs, training=training), assignment)
+        (args, kwargs), elsewhere = on_shapes((args, dict(kwargs)))
+        trace = tracer.run(args, kwargs, training=training)
+        return plan_forward(trace, assignment, elsewhere)
 
     places = assignment.stages.items()
     names = tuple(

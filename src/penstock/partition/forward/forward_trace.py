@@ -157,9 +157,10 @@ class ForwardTracer:
                 continue
             name = f"argument {where[1]}" if where[0] == 0 else ".".join(map(str, where[1:]))
             ref = ValueRef(ValueKind.INPUT, 0, i, name)
-            if leaf.is_floating_point():
+            if leaf.is_floating_point() or leaf.is_meta:
                 # Stages may have been cast since; the copies have the model's dtype.
-                meta = on_meta(leaf).to(self._dtype or leaf.dtype)
+                is_cast = leaf.is_floating_point() and self._dtype
+                meta = on_meta(leaf).to(self._dtype if is_cast else leaf.dtype)
                 given[i] = self._placeholder(meta, ref)
             else:
                 given[i] = leaf.detach().to(self._device, copy=True)

@@ -41,6 +41,7 @@ from penstock.partition.forward.placeholder import (
 )
 from penstock.partition.forward.stage_tree import StageTree
 from penstock.partition.huggingface import capture_since, mark, replay
+from penstock.partition.spec import with_elsewhere
 from penstock.stage.boundary import TensorMeta
 from penstock.stage.pytree import flatten, unflatten
 from penstock.stage.rng import random_state, set_random_state
@@ -114,6 +115,7 @@ class ModuleStage(nn.Module):
             floats = tensors[num_values:]
             for each in floats:
                 inputs |= zip(plan.floats, each.tolist(), strict=True)
+            inputs |= plan.passed_here(kwargs)
         beside, (args, kwargs) = kwargs, plan.arguments(inputs)
         if any(beside[name] is not None for name in beside.keys() - kwargs.keys()):
             self._refuse_unplanned(beside, args, kwargs)
@@ -135,6 +137,13 @@ class ModuleStage(nn.Module):
                 "needed in its trace; what it computes with may not depend on values"
             )
         return output
+
+    def complete_call(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], others: Any
+    ) -> dict[str, Any]:
+        """The first stage's keyword arguments, with those of other ranks that the call lacks."""
+        forward = inspect.signature(type(self._tree.root).forward)
+        return with_elsewhere(forward, (None, *args), kwargs, others)
 
     def _refuse_unplanned(
         self, beside: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -180,6 +189,7 @@ class _StagePlan:
 
     Attributes:
         encoded: the plan of all stages, with the dtypes of the calls so far, as it is sent.
+        elsewhere: the indices of the model's arguments that other ranks pass to their stages.
         floats: the indices of the floats among the model's arguments. They may change at any step,
             so that they cross with the tensors, as one more.
         trace, calls, stages: of that plan.
@@ -195,8 +205,12 @@ class _StagePlan:
         ends = {stage: i + 1 for i, stage in enumerate(plan.stages)}
         self._plan, self.encoded, self.stages = plan, plan.encode(), plan.stages
         self.trace, self.calls = plan.trace, list(plan.trace.calls)
-        given = enumerate(plan.trace.inputs.leaves)
-        self.floats = tuple(i for i, leaf in given if isinstance(leaf, float))
+        self.elsewhere, inputs = plan.elsewhere, plan.trace.inputs
+        self.floats = tuple(i for i, x in enumerate(inputs.leaves) if isinstance(x, float))
+        self._names = [
+            ".".join(map(str, path[2:])) if path[1] else f"argument {path[2]}"
+            for path in inputs.tree.paths()
+        ]
         self.is_last = index == len(plan.boundary_values)
         self.received_refs = plan.boundary_values[index - 1] if index else ()
         self.sent_refs = () if self.is_last else plan.boundary_values[index]
@@ -212,12 +226,23 @@ class _StagePlan:
             if isinstance(leaf, TensorMeta) and i in inputs:
                 leaves[i] = inputs[i].clone() if i in self.trace.written else inputs[i]
             elif isinstance(leaf, TensorMeta):
-                ref = ValueRef(ValueKind.INPUT, 0, i, f"number {i}")
+                ref = ValueRef(ValueKind.INPUT, 0, i, self._names[i])
                 leaves[i] = make_placeholder(leaf, self._device, ref)
             elif i in inputs:
                 leaves[i] = inputs[i]
         ((args, kwargs),) = unflatten(self.trace.inputs.tree, leaves)
         return args, kwargs
+
+    def passed_here(self, beside: Mapping[str, Any]) -> dict[int, Any]:
+        """The inputs that no stage sends, by index, among this rank's keyword arguments."""
+        if not self.elsewhere:
+            return {}
+        numbers = list(range(len(self.trace.inputs.leaves)))
+        ((_, planned),) = unflatten(self.trace.inputs.tree, numbers)
+        found: dict[int, Any] = {}
+        for name in beside.keys() & planned.keys():
+            found |= zip(flatten(planned[name])[0], flatten(beside[name])[0], strict=True)
+        return {i: found[i] for i in self.elsewhere if isinstance(found.get(i), Tensor)}
 
     def restored(self, ref: ValueRef, value: Tensor) -> Tensor:
         """A received value in the dtype that its stage computed, since FSDP may cast arguments.
@@ -391,6 +416,11 @@ class _StageCallHandler:
         """Run an own leaf module, and check that it behaves as in the trace."""
         given = flatten((args, kwargs))[0]
         missing = refs_of(given)
+        if any(ref.kind is ValueKind.INPUT and ref.leaf in plan.elsewhere for ref in missing):
+            raise self._error(
+                f"{call.leaf} takes {describe_refs(missing)}, which is passed on another rank; "
+                "pass it on the rank of this stage or of the first"
+            )
         if missing:
             raise self._differs(f"{call.leaf} is called with {describe_refs(missing)}, not here")
         if self._snapshots.get(call.leaf, (None,))[0] is not module:

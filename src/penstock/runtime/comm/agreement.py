@@ -99,8 +99,9 @@ class BatchFacts(NamedTuple):
     """A rank's facts about a step's batch, gathered before anything runs.
 
     Fields: the id of its run conditions; the number of microbatches with rows and the id of its
-    inputs, 0 where it has no such arguments; whether all of its stages reduce their gradients; and
-    the numbers of rows, and of shards of these, of the tensors that it splits.
+    inputs, 0 where it has no such arguments; whether all of its stages reduce their gradients; the
+    numbers of rows, and of shards of these, of the tensors that it splits; and, the first time, a
+    description of the keyword arguments that the first stage's rank may lack.
     """
 
     conditions: int
@@ -108,6 +109,7 @@ class BatchFacts(NamedTuple):
     inputs: int = 0
     reduces: bool = True
     rows: Sequence[tuple[int, int]] = ()
+    kwargs: str = ""
 
 
 def gather_batch_facts(
