@@ -110,7 +110,7 @@ def pages(browser: Browser) -> None:
             point(page, 11.4, 1.3)
             page.screenshot(path=HERE / "page.png")
         save_page(simulate(build("interleaved-1f1b", ranks=64, microbatches=128)), path)
-        with page_of(browser, width=1280, height=1160, scale=1) as page:
+        with page_of(browser, width=1280, height=800, scale=1) as page:
             show(page, path.as_uri())
             page.screenshot(path=HERE / "page-64.png")
         trace = from_perfetto(run_ranks(measured_step, RANKS)[0].result())
@@ -139,7 +139,7 @@ def playground(browser: Browser) -> None:
     threading.Thread(target=run, daemon=True).start()
     while not found:
         time.sleep(0.05)
-    with page_of(browser, width=1380, height=820) as page:
+    with page_of(browser, width=1280, height=800) as page:
         show(page, found[0])
         page.get_by_label("schedule", exact=True).select_option("zbv")
         for name, value in (("ranks", 6), ("microbatches", 9), ("latency", 0.15), ("memory", 8)):

@@ -19,6 +19,12 @@ _ARGUMENTS = """
     --no-sandbox --headless --disable-gpu --disable-quic --no-first-run
     --disable-background-networking --disable-component-update --disable-sync
 """
+# The position on the screen of a point of the plot.
+PLACE = """([x, y]) => {
+  const view = Bokeh.index.find_one(Bokeh.documents[0].get_model_by_name("timeline"))
+  const at = view.canvas_view.el.getBoundingClientRect()
+  return [at.x + view.frame.x_scale.compute(x), at.y + view.frame.y_scale.compute(y)]
+}"""
 _LOCAL = ("file:", "data:", "blob:", "http://127.0.0.1:", "ws://127.0.0.1:")
 
 

@@ -15,15 +15,10 @@ from penstock.simulate.simulation import Simulation
 from penstock.trace import Span, Trace
 from penstock.view.page import save_page
 
-from .conftest import Tab, tab_of
+from .conftest import PLACE, Tab, tab_of
 
-# The position on the screen of a point of the plot.
-PLACE = """([x, y]) => {
-  const view = Bokeh.index.find_one(Bokeh.documents[0].get_model_by_name("timeline"))
-  const at = view.canvas_view.el.getBoundingClientRect()
-  return [at.x + view.frame.x_scale.compute(x), at.y + view.frame.y_scale.compute(y)]
-}"""
 MODEL = "(name) => Bokeh.documents[0].get_model_by_name(name)"
+AXIS = f"() => {{ const r = ({MODEL})('timeline').x_range; return [r.start, r.end] }}"
 
 
 def step(name: str = "zbv", *, ranks: int = 4, microbatches: int = 8) -> Simulation:
@@ -81,13 +76,33 @@ def test_the_wheel_zooms_into_time(tab_1f1b: Tab) -> None:
     page = tab_1f1b.page
     x, y = page.evaluate(PLACE, [25, 0.3])
     page.mouse.move(x, y)
+    page.keyboard.down("Control")
     for _ in range(3):
         page.mouse.wheel(0, -300)
         page.wait_for_timeout(50)
-    axis = f"() => {{ const r = ({MODEL})('timeline').x_range; return [r.start, r.end] }}"
-    start, end = page.evaluate(axis)
+    page.keyboard.up("Control")
+    start, end = page.evaluate(AXIS)
     assert 0 < start < 25 < end < 33
     hover(tab_1f1b, 25.2, 0.3, "rank 0")
+
+
+def test_64_ranks_fit_into_a_window_and_the_wheel_scrolls_a_longer_page(
+    tab: Tab, tmp_path: Path
+) -> None:
+    for ranks, height in ((64, 800), (128, 600)):
+        tab.page.set_viewport_size({"width": 1280, "height": height})
+        save_page(step("1f1b", ranks=ranks, microbatches=8), tmp_path / "page.html")
+        page = tab.open((tmp_path / "page.html").as_uri())
+        x, top = page.evaluate(PLACE, [5, 0])
+        # Ticks and the title of the time axis stand above the lanes.
+        assert 240 < top < 300
+        foot = page.evaluate(PLACE, [5, ranks])[1]
+        assert (foot < height) == (ranks == 64)
+    before = page.evaluate(AXIS)
+    page.mouse.move(x, top + 200)
+    page.mouse.wheel(0, 200)
+    page.wait_for_function("window.scrollY == 200")
+    assert page.evaluate(AXIS) == before
 
 
 def test_labels_appear_in_wide_boxes(tab: Tab, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from penstock import Costs, schedules, simulate
 from penstock.simulate.costs import build_for, costs_divisor, per_stage_costs
 from tests.pace import slowness
 
-from .conftest import Tab, tab_of
+from .conftest import PLACE, Tab, tab_of
 
 DATA = "() => Bokeh.documents[0].get_model_by_name('timeline boxes').data"
 # Sets a slider as its handle would, and resolves when the browser has drawn what came of it.
@@ -28,6 +28,11 @@ SET = """([name, value, drawn, property]) => new Promise(done => {
     requestAnimationFrame(() => setTimeout(() => done(performance.now() - began), 0)))
   model(name).value = value
 })"""
+# The field beside a slider.
+ENTRY = """name => {
+  const model = Bokeh.documents[0].get_model_by_name(name + " entry")
+  return Bokeh.index.find_one(model).el.shadowRoot.querySelector("input")
+}"""
 TIMELINE, COMPARISON = ["timeline boxes", "data"], ["comparison", "text"]
 
 
@@ -82,13 +87,20 @@ def page(opened: Tab) -> Iterator[sync_api.Page]:
     opened.finish()
 
 
+def entry_of(page: sync_api.Page, name: str) -> sync_api.ElementHandle:
+    """The field for a number beside a slider."""
+    field = page.evaluate_handle(ENTRY, name).as_element()
+    assert field is not None
+    return field
+
+
 def wait_for_boxes(page: sync_api.Page, number: int) -> None:
     page.wait_for_function(f"({DATA})().left.length == {number}")
 
 
 def test_a_moved_slider_redraws_everything(page: sync_api.Page) -> None:
     assert page.get_by_text("27.27%").first.is_visible()
-    handle = page.locator(".bk-input-group", has_text="microbatches:").locator(".noUi-handle")
+    handle = page.locator(".bk-input-group", has_text="microbatches").locator(".noUi-handle")
     handle.focus()
     for _ in range(4):
         page.keyboard.press("ArrowRight")
@@ -96,6 +108,41 @@ def test_a_moved_slider_redraws_everything(page: sync_api.Page) -> None:
     page.get_by_text("20.00%").first.wait_for()
     page.get_by_text("4 ranks, 4 stages, 12 microbatches").wait_for()
     assert page.locator("table").get_by_text("interleaved-1f1b").is_visible()
+
+
+def test_a_number_can_be_entered_beside_its_slider(page: sync_api.Page) -> None:
+    model = "name => Bokeh.documents[0].get_model_by_name(name).value"
+    for name, text, value in (("ranks", "6", 6), ("latency", "0.35", 0.35)):
+        field = entry_of(page, name)
+        field.fill(text)
+        field.press("Enter")
+        page.wait_for_function(f"({model})('{name}') == {value}")
+    page.get_by_text("6 ranks, 6 stages, 8 microbatches").wait_for()
+    field = entry_of(page, "ranks")
+    field.fill("1000")
+    field.press("Enter")
+    page.get_by_text("64 ranks, 64 stages, 8 microbatches").wait_for()
+    # A slider moves the number, too; an empty field changes nothing.
+    page.evaluate("() => { Bokeh.documents[0].get_model_by_name('ranks').value = 4 }")
+    wait_for_boxes(page, 4 * 8 * 2)
+    assert field.input_value() == "4"
+    field.fill("")
+    field.press("Enter")
+    wait_for_boxes(page, 4 * 8 * 2)
+
+
+@pytest.mark.parametrize("ranks", [5, 16, 64])
+def test_the_comparison_and_the_time_axis_are_in_view(page: sync_api.Page, ranks: int) -> None:
+    page.set_viewport_size({"width": 1280, "height": 800})
+    page.evaluate(SET, ["ranks", ranks, *COMPARISON])
+    wait_for_boxes(page, ranks * 8 * 2)
+    table = page.locator("table").bounding_box()
+    assert table is not None and table["y"] + table["height"] < 400
+    assert len(page.locator("tbody tr").all()) == 4
+    top, foot = (page.evaluate(PLACE, [0, rank])[1] for rank in (0, ranks))
+    assert 400 < top < 460
+    if ranks < 40:
+        assert foot < 800
 
 
 def test_a_schedule_starts_with_its_default_stages(page: sync_api.Page) -> None:

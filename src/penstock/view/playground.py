@@ -27,6 +27,12 @@ __all__ = ["Playground", "serve"]
 
 ADDRESS = "127.0.0.1"
 _COMPARED = ["gpipe", "1f1b", "interleaved-1f1b", "zbv"]
+# An empty field has no value; one beyond the slider's ends is set to the nearer end.
+_SET_BOTH = """
+if (this.value !== null) {
+  slider.value = entry.value = Math.min(slider.end, Math.max(slider.start, this.value))
+}
+"""
 _COLUMNS = ("schedule", "stages per rank", "makespan", "bubble", "span bubble", "peak held")
 
 
@@ -49,7 +55,8 @@ class Playground:
         self.memory = _slider("memory limit (0: none)", 0, 0, 128, 1)
         self.compared = _choice(bk.MultiChoice, "compare with", _COMPARED, options=names)
         self.compared.name = "compared"
-        self.timeline, self.heading, self.legend = Timeline(), page.div(), page.div()
+        # So low that the time axis and the comparison are in view at 1280 × 800.
+        self.timeline, self.heading, self.legend = Timeline(height=320), page.div(), page.div()
         self.figures, self.comparison = page.div(name="figures"), page.div(name="comparison")
         self.error = page.div(visible=False, name="error")
         sizes = [self.ranks, self.microbatches, self.virtual, self.options]
@@ -66,12 +73,13 @@ class Playground:
         costs, rest = (page.div(f'<div class="title">{title}</div>') for title in titles)
         heading = page.div(page.heading_html("Penstock", "playground"))
         panel = bk.Column(
-            heading, self.schedule, *sizes, costs, self.per, *times, rest, self.memory,
-            self.compared, width=270,
+            heading, self.schedule, *map(_with_entry, sizes), costs, self.per,
+            *map(_with_entry, times), rest, _with_entry(self.memory), self.compared, width=270,
         )  # fmt: skip
         view = bk.Column(
-            self.heading, self.figures, page.toggle_row([self.timeline], self.legend), self.error,
-            self.timeline.plot, self.comparison, spacing=10, **STRETCHED,
+            self.heading, self.figures, self.comparison, self.error,
+            page.toggle_row([self.timeline], self.legend), self.timeline.plot, spacing=10,
+            **STRETCHED,
         )  # fmt: skip
         look = page.page_look()
         document.add_root(bk.Row(panel, view, spacing=26, stylesheets=[look], **STRETCHED))
@@ -158,7 +166,22 @@ def _choice(kind: Any, title: str, value: Any, **more: Any) -> Any:
 
 
 def _slider(title: str, value: float, start: float, end: float, step: float) -> Any:
-    return _choice(bk.Slider, title, value, start=start, end=end, step=step)
+    return _choice(bk.Slider, title, value, start=start, end=end, step=step, show_value=False)
+
+
+def _with_entry(widget: Any) -> Any:
+    """A slider beside a field that takes the same number; another widget as it is."""
+    if not isinstance(widget, bk.Slider):
+        return widget
+    widget.width = 175
+    entry = bk.Spinner(
+        value=widget.value, step=widget.step, width=70, name=f"{widget.name} entry", align="end",
+        mode="int" if widget.step == 1 else "float",
+    )  # fmt: skip
+    args = {"slider": widget, "entry": entry}
+    for changed in (widget, entry):
+        changed.js_on_change("value", bk.CustomJS(args=args, code=_SET_BOTH))
+    return bk.Row(widget, entry)
 
 
 def _comparison_html(
@@ -187,7 +210,8 @@ def _comparison_html(
         rows += "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    return f'<div class="card">{table}</div>'
+    # Beyond some schedules the table scrolls, so that the timeline stays in view.
+    return f'<div class="card" style="max-height:180px;overflow-y:auto">{table}</div>'
 
 
 def _bar(text: str, value: float, most: float, colour: str) -> str:

@@ -27,8 +27,10 @@ bk: Any = bokeh.models  # its type hints lack most names
 STRETCHED: dict[str, Any] = {"sizing_mode": "stretch_width"}
 
 _MEMORY, _PATH, _PEAK = "#d9a441", "#c2255c", "#8a5f10"
-_LANES_HEIGHT, _AXES_HEIGHT = 900, 62
-_SMALLEST_LANE, _LARGEST_LANE = 13, 58
+_AXES_HEIGHT = 62
+_SMALLEST_LANE, _LARGEST_LANE = 8, 58
+# The lowest lanes that have room for a label each.
+_LABELLED_LANE = 11
 
 _TOOLTIP = """
 <div class="tooltip" style="font:12px system-ui,sans-serif;color:#1c2733;max-width:340px">
@@ -102,22 +104,29 @@ frame.line_alpha = {value: this.active ? 0.25 : 1}
 
 
 class Timeline:
-    """A plot with a lane per rank; the wheel zooms the time axis, and dragging pans it.
+    """A plot with a lane per rank; the wheel with Ctrl zooms the time axis, and dragging pans it.
 
     Args:
         name: name of the plot, and prefix of the names of its parts, as in "timeline boxes".
         x_range: the time axis of another plot, to share it.
+        height: of all lanes, in pixels, as far as lanes can be made low. By default 64 ranks fit
+            into a window of 1280 × 800.
     """
 
-    def __init__(self, *, name: str = "timeline", x_range: Any = None) -> None:
+    def __init__(self, *, name: str = "timeline", x_range: Any = None, height: int = 520) -> None:
+        self.height = height
         self.x_range = bk.Range1d(start=0, end=1) if x_range is None else x_range
         self.plot: Any = figure(
             title=bk.Title(text_font_size="13px"), name=name, x_range=self.x_range,
             y_range=bk.Range1d(start=1, end=0), outline_line_color=None, min_border_right=10,
             tools="xpan,xwheel_zoom,box_zoom,ywheel_zoom,reset,save", active_drag="xpan",
-            active_scroll="xwheel_zoom", toolbar_location="above", **STRETCHED,
+            active_scroll="xwheel_zoom", toolbar_location="above", x_axis_location="above",
+            **STRETCHED,
         )  # fmt: skip
         plot = self.plot
+        # Without Ctrl the wheel scrolls the page, which may be longer than the window.
+        for tool in plot.select(bk.WheelZoomTool):
+            tool.update(modifiers="ctrl")
         plot.toolbar.logo = None
         plot.xgrid.visible = False
         plot.ygrid.grid_line_color = "#e8ecf0"
@@ -197,16 +206,17 @@ class Timeline:
         """Replace the drawn step."""
         plot, num_ranks = self.plot, len(drawing.peaks)
         plot.title.text = title
-        plot.xaxis.axis_label = drawing.axis_label
-        lane = min(_LARGEST_LANE, max(_SMALLEST_LANE, _LANES_HEIGHT // num_ranks))
+        plot.xaxis.axis_label = f"{drawing.axis_label}; Ctrl and wheel zoom"
+        lane = min(_LARGEST_LANE, max(_SMALLEST_LANE, self.height // num_ranks))
         plot.height = lane * num_ranks + _AXES_HEIGHT
         # Reversed, so that rank 0 is on top.
         _set_range(plot.y_range, num_ranks, 0, bounds=(0, num_ranks))
         plot.ygrid[0].ticker.ticks = list(range(num_ranks + 1))
         names = [f"rank {rank}" for rank in range(num_ranks)]
         for axis, labels in (plot.yaxis[0], names), (self._peaks, map(amount, drawing.peaks)):
-            axis.major_label_overrides = {rank + 0.5: label for rank, label in enumerate(labels)}
-            axis.ticker.ticks = list(axis.major_label_overrides)
+            found = {rank + 0.5: label for rank, label in enumerate(labels)}
+            axis.major_label_overrides = found
+            axis.ticker.ticks = list(found)[:: 1 if lane >= _LABELLED_LANE else 2]
             axis.major_label_text_font_size = "11px" if lane >= 16 else "9px"
         self.set_end(drawing.end)
         self.block_frames.data = _packed(drawing.overlapped_pairs)
