@@ -57,7 +57,7 @@ class ComputationType(StrEnum):
 class TorchAction(NamedTuple):
     """An action, or an overlapped pair, whose ``sub_actions`` are its parts and whose stage is -1.
 
-    Example:
+    Examples:
         >>> TorchAction(2, ComputationType.FORWARD, 3), TorchAction.from_str("0UNSHARD")
         (2F3, 0UNSHARD)
     """
@@ -145,7 +145,7 @@ def get_schedule_ops(
     Raises:
         ScheduleError: the schedule is unknown, or does not fit these numbers.
 
-    Example:
+    Examples:
         >>> get_schedule_ops("1F1B", 2, 2, add_spacing=True)
         [[0F0, 0F1, None, None, 0B0, None, 0B1], [None, 1F0, 1B0, 1F1, 1B1]]
     """

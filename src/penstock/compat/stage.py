@@ -69,11 +69,9 @@ class PipelineStage(ExchangingStage):
         stage_index: its index in the model, from 0.
         num_stages: the number of stages of the model.
         device: the device of the module.
-        input_args: example inputs of one microbatch, to check shapes and dtypes. If None, shapes
-            are inferred from the first microbatch.
-        output_args: example outputs, likewise.
-        input_grads: example gradients of the inputs; None where there is no gradient.
-        output_grads: example gradients of the outputs, likewise.
+        input_args, output_args: example inputs and outputs of one microbatch, to check shapes and
+            dtypes. If None, shapes are inferred from the first microbatch.
+        input_grads, output_grads: example gradients of these; None where there is no gradient.
         group: the pipeline's process group; the default group if None.
         dw_builder: called after each backward; returns a callable that computes the weight
             gradients. For modules that split their backward themselves.

@@ -238,8 +238,7 @@ def split_args_kwargs_into_chunks(
     """Split a call's arguments into microbatches.
 
     Args:
-        args: the positional arguments; any trees of tensors and values (see the module's table).
-        kwargs: the keyword arguments, likewise.
+        args, kwargs: the arguments; any trees of tensors and values (see the module's table).
         chunks: number of microbatches.
         args_chunk_spec: per argument its ``TensorChunkSpec``, or a tree of them that begins like
             it; where that is None, the value is given to every microbatch as it is. Without a

@@ -181,8 +181,7 @@ class PipelineSchedule:
         """The indices of a rank's stages, for making its ``PipelineStage``s.
 
         Args:
-            rank: the rank; in the default group if None.
-            num_ranks: the number of ranks; of the default group if None.
+            rank, num_ranks: the rank, and the number of ranks; of the default group if None.
             virtual: stages per rank (in each direction); the schedule's default if None.
 
         Raises:

@@ -63,13 +63,10 @@ def plain_step(
         model: the model, uncut.
         loss_fn: ``loss_fn(output, target)``, or ``loss_fn(output)``, gives a scalar tensor, or
             ``(scalar, metrics)``.
-        args: the model's positional inputs, a whole batch, split as the pipeline splits it.
-        kwargs: its keyword inputs.
-        target: the targets.
+        args, kwargs, target: the model's inputs and the targets, a whole batch, split as the
+            pipeline splits it.
         n_microbatches: the number of microbatches; not needed with ready microbatches.
-        arg_mbs: ready microbatches, instead of a batch to split.
-        kwarg_mbs: their keyword inputs.
-        target_mbs: their targets.
+        arg_mbs, kwarg_mbs, target_mbs: ready microbatches, instead of a batch to split.
         loss_kwargs: keyword arguments of the loss function.
         scale_grads: whether each loss is divided by the number of microbatches.
 

@@ -56,8 +56,7 @@ class Pipe(nn.Module):
     Args:
         split_gm: a graph that runs the stages ``submod_pp_0``, ``submod_pp_1``, … in turn.
         num_stages: the number of stages.
-        has_loss_and_backward: accepted for compatibility.
-        loss_spec: likewise.
+        has_loss_and_backward, loss_spec: accepted for compatibility.
 
     Attributes:
         shared: for each parameter shared by several stages (such as embedding and head), its name

@@ -59,7 +59,7 @@ def compile_stage(
     Returns:
         The module.
 
-    Example:
+    Examples:
         >>> layer = compile_stage(nn.Linear(4, 4), backend="aot_eager")
         >>> layer(torch.ones(2, 4)).shape
         torch.Size([2, 4])
