@@ -36,6 +36,7 @@ from benchmarks.search import measure_search
 from benchmarks.split_backward import measure as measure_split_widths
 from benchmarks.split_backward import measure_compiled
 from benchmarks.step_time import measure_compute_bound, measure_tiny
+from benchmarks.trainer import measure_trainer
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
@@ -65,6 +66,7 @@ def measures(quick: bool) -> dict[str, Callable[[], list[Figure]]]:
         "tiny": lambda: measure_tiny(rounds=3 if quick else 25, block=1 if quick else 8),
         "blocks": lambda: measure_compute_bound(rounds=2 if quick else 7),
         "split": lambda: measure_split(0.1 if quick else 1.0),
+        "trainer": lambda: measure_trainer(rounds=1 if quick else 5, steps=4 if quick else 8),
         "memory": measure_memory,
         "forecast": lambda: measure_forecasts(rounds=1 if quick else 3, steps=2 if quick else 10),
         "planning": lambda: measure_planning(rounds=1 if quick else 5),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import peft
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
@@ -69,6 +71,13 @@ def texts(start: int, num: int) -> list[list[int]]:
     return found
 
 
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Texts without a number, each of which every process reads."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(texts(0, 200))
+
+
 def collate(rows: list[list[int]]) -> dict[str, Tensor]:
     """A batch as long as its longest row; padding is no target."""
     length = max(map(len, rows))
@@ -104,6 +113,7 @@ def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) ->
 
 # By name: the settings, the Trainer's arguments, and the pipeline's.
 _EVERY: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
+_SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
 # The norm of gradients, of which clipping takes a part, is summed in another order.
 _UNCLIPPED = {"max_grad_norm": 1e9}
 EXACT = ("bf16", "unclipped", "early stopping")
@@ -111,18 +121,19 @@ _BEST: dict[str, Any] = {
     **_EVERY,
     **_UNCLIPPED,
     "save_strategy": "steps",
-    "save_steps": 2,
+    "eval_steps": 1,
+    "save_steps": 1,
     "metric_for_best_model": "loss",
     "load_best_model_at_end": True,
     "learning_rate": 0.3,
     "num_train_epochs": 4,
 }
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "llama": (_EVERY | {"save_strategy": "steps", "save_steps": 4}, {}, {}),
-    "tied": ({}, {"model": lambda: gpt2()}, {}),
+    "llama": (_SAVES | _EVERY, {}, {}),
+    "tied": (_SAVES, {"model": lambda: gpt2()}, {}),
     "zbv": ({"lr_scheduler_type": "cosine", "warmup_steps": 2}, {}, {"schedule": "zbv"}),
     "bf16": (_UNCLIPPED | _EVERY | {"bf16": True}, {}, {}),
-    "lora": ({"learning_rate": 0.05}, {"model": lora}, {}),
+    "lora": (_SAVES | {"learning_rate": 0.05}, {"model": lora}, {}),
     "smoothing": ({"label_smoothing_factor": 0.1} | _EVERY, {}, {}),
     "own loss": ({**_EVERY}, {"compute_loss_func": summed_loss}, {}),
     "metrics": ({**_EVERY}, {"compute_metrics": accuracy}, {}),
@@ -139,7 +150,8 @@ _IN_ORDER = {"train_sampling_strategy": "sequential", "per_device_eval_batch_siz
 # A pipeline in one process draws the same numbers.
 DROPOUT = {"dropout": ({}, {"model": lambda: gpt2(0.3)}, {})}
 REPLICA_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "replicas": (_IN_ORDER | {"save_strategy": "steps", "save_steps": 3}, {}, {}),
+    "replicas": (_IN_ORDER | _SAVES, {}, {}),
+    "replicas stream": (_IN_ORDER | {"max_steps": 3}, {"train_dataset": None}, {}),
     "replicas lora": (_IN_ORDER, {"model": lora, "compute_metrics": accuracy}, {}),
 }
 
@@ -179,12 +191,14 @@ def run(kind: type[Trainer], name: str, folder: str, pipeline: Any = None, **mor
         args.per_device_eval_batch_size *= 2
     model = arguments.get("model", llama)
     made = {
-        "train_dataset": texts(0, 44),
+        "train_dataset": texts(0, 28),
         "eval_dataset": texts(100, 8 if name in REPLICA_CASES else 10),
         "data_collator": collate,
         **arguments,
         "model": model and model(),
     }
+    if made["train_dataset"] is None:
+        made["train_dataset"] = Stream()
     return kind(args=args, **made, **own)
 
 
@@ -209,20 +223,23 @@ def piped(rank: int, num_ranks: int, folder: str, name: str) -> Any:
         return OTHERS[name](rank, folder)
     trainer = run(PipelineTrainer, name, f"{folder}/{name}")
     trainer.train()
-    if name == "lora":
-        trainer.save_model(f"{folder}/adapter")
+    if name in ("llama", "lora"):
+        trainer.save_model(f"{folder}/{name} model")
     return results(trainer)
 
 
 # --- other runs ----------------------------------------------------------------------------------
 
 
+RESUMED = ("llama", "tied", "lora")
+
+
 def resume(rank: int, folder: str) -> Any:
-    """Go on from a checkpoint of the run "llama", and from one of the plain Trainer's."""
+    """Go on from checkpoints, the last of which is the plain Trainer's."""
     found = []
-    for saved in ("llama", "plain llama"):
-        trainer = run(PipelineTrainer, "llama", f"{folder}/resumed {saved}")
-        trainer.train(resume_from_checkpoint=f"{folder}/{saved}/checkpoint-4")
+    for saved in (*RESUMED, "plain llama"):
+        trainer = run(PipelineTrainer, saved.removeprefix("plain "), f"{folder}/resumed {saved}")
+        trainer.train(resume_from_checkpoint=f"{folder}/{saved}/checkpoint-3")
         found.append(results(trainer))
     return found
 
@@ -250,7 +267,7 @@ def twice(rank: int, folder: str) -> Any:
             return model(**inputs).loss + model(**inputs).loss
 
     args = settings(f"{folder}/twice", {})
-    trainer = Doubled(llama(), args, collate, texts(0, 44))  # type: ignore[arg-type]
+    trainer = Doubled(llama(), args, collate, texts(0, 28))  # type: ignore[arg-type]
     try:
         trainer.train()
     except PenstockError as error:
@@ -267,7 +284,7 @@ def given_optimizer(rank: int, folder: str) -> Any:
         model,
         args,
         collate,
-        texts(0, 44),
+        texts(0, 28),
         optimizers=(optimizer, None),  # type: ignore[arg-type]
     )
     trainer.train()
