@@ -122,7 +122,7 @@ _NAMES = {
         "ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleProgram "
         "ScheduleZBVZeroBubble get_schedule_class"
     ),
-    "penstock.schedule.action": "Action Op Overlap",
+    "penstock.schedule.action": "Action Op",
     "penstock.schedule.check": "check",
     "penstock.schedule.program": "CheckedProgram Program",
     "penstock.schedule.registry": "build schedules",

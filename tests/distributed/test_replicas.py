@@ -44,6 +44,7 @@ from tests.distributed.replicas import (
     make_layers,
     make_meshes,
     make_schedule,
+    run_eval,
     run_step,
     whole,
 )
@@ -253,6 +254,7 @@ def finalize_last(rank: int, num_ranks: int) -> dict[str, tuple[list[Tensor], li
                 run_step(schedule, step, pipeline, replicas, finalize_gradients=step == 2)
             reduced = [e for e in profiler.events() if e.name == "gloo:all_reduce"]
             counts.append(len(reduced) - 1)  # one sums the losses
+            run_eval(schedule, pipeline, replicas)
         params = [p for module in modules for p in module.parameters()]
         found[f"{name} {wrap}"] = [whole(p.grad) for p in params], counts
     return found
