@@ -218,16 +218,11 @@ class Plan:
             kinds = {"modules": "tuple[str, ...]", **field_kinds(StageCosts)}
             table = read_table(item, where, kinds)
             stages.append(table.pop("modules", ()))
-            if table:
-                costs.append(_stage_costs(table, where))
+            try:
+                costs += [StageCosts(**table)] if table else []
+            except TypeError as error:
+                raise PartitionError(f"the costs of {where} are incomplete: {error}") from error
         return cls(stages=tuple(stages), costs=tuple(costs), **file)
-
-
-def _stage_costs(values: Mapping[str, Any], where: str) -> StageCosts:
-    try:
-        return StageCosts(**values)
-    except TypeError as error:
-        raise PartitionError(f"the costs of {where} are incomplete: {error}") from error
 
 
 def toml_path(path: str | Path) -> Path:
@@ -278,21 +273,13 @@ def read_value(value: Any, kind: str, what: str) -> Any:
     """``value`` as a value of the kind ``"str"``, ``"tuple[str, ...]"``, ``"list"``, ``"version"``
     (unchecked), or else a finite number ≥ 0."""
     is_list = isinstance(value, (list, tuple))
-    match kind:
-        case "version":
-            return value
-        case "str":
-            is_fine, expected = isinstance(value, str), "a string"
-        case "list":
-            is_fine, expected = is_list, "a list of tables"
-        case "tuple[str, ...]":
-            is_fine, expected = (
-                is_list and all(isinstance(v, str) for v in value),
-                "a list of names",
-            )
-        case _:
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            is_fine, expected = is_number and 0 <= value < float("inf"), "a number ≥ 0"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    expected, is_fine = {
+        "version": ("", True),
+        "str": ("a string", isinstance(value, str)),
+        "list": ("a list of tables", is_list),
+        "tuple[str, ...]": ("a list of names", is_list and all(isinstance(v, str) for v in value)),
+    }.get(kind, ("a number ≥ 0", is_number and 0 <= value < float("inf")))
     if not is_fine:
         raise PartitionError(f"{what} is {value!r}, expected {expected}")
     return tuple(value) if is_list else value
