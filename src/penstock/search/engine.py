@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from itertools import product
 
@@ -24,7 +25,7 @@ from penstock.schedule.check import problems as problems_in
 from penstock.schedule.passes import merge_backward
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
-from penstock.schedule.registry import schedules
+from penstock.schedule.registry import build, schedules
 from penstock.schedule.rules import COMPUTE, INPUT_GRADS
 from penstock.schedule.workload import schedule_by_priority
 from penstock.search.exact import improve
@@ -268,8 +269,10 @@ def _closed_forms(state: SearchState) -> None:
     some = state.problems[0]
     placements = [problem.placement for problem in state.problems]
     virtuals = sorted({placement.num_stages // placement.num_ranks for placement in placements})
-    # Schedules that are built for given costs come last: they take longer.
+    # Schedules that are built for given costs come last: they take longer. In a step so large that
+    # list scheduling follows, they are built for none.
     families = sorted(schedules(), key=lambda family: bool(family.costs))
+    build_one = partial(build_for, some.costs) if some.size <= _EXCHANGED else build
     for family, virtual in product(families, virtuals):
         # In a small step all schedules are tried, so that no result is worse than any of them.
         if some.size > _SMALL and state.is_late(times=2):
@@ -277,8 +280,7 @@ def _closed_forms(state: SearchState) -> None:
         if family.num_directions > 1 or virtual > _CLOSED:
             continue
         try:
-            program = build_for(
-                some.costs,
+            program = build_one(
                 family.name,
                 ranks=some.placement.num_ranks,
                 microbatches=some.num_microbatches,
