@@ -9,30 +9,35 @@ loss. The loss, its normalization and its scale are Trainer's, whose ``training_
 twice per microbatch: with a stand-in for the model that raises the arguments of the call, and on
 the last stage's rank with one that returns the output.
 
-Processes form a mesh, replicas by stages. Trainer splits its data and gathers its results over the
-processes of its ``Accelerator``: here, the replicas. A replica's first rank loads its data.
+An evaluation for losses alone looks ahead for as many batches. Trainer splits its data and gathers
+its results over the processes of its ``Accelerator``, which are replicas here (``accelerate.py``).
+A replica's first rank loads its data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import convert_to_fp32, recursively_apply, send_to_device
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from penstock.errors import StageError
+from penstock.integrations.accelerate import (
+    LookAhead,
+    ModelCall,
+    PipelinedModel,
+    ReplicaAccelerator,
+    StandIn,
+)
 from penstock.pipeline import Pipeline
-from penstock.runtime.comm.process_group import collective_call, control_group, gather_objects
+from penstock.runtime.comm.process_group import collective_call, gather_objects
 from penstock.training.checkpoint import load_optimizer_state, plain_optimizer_state
-from penstock.training.clip import clip_grad_norm_
 
 __all__ = ["PipelineTrainer"]
 
@@ -63,7 +68,7 @@ class PipelineTrainer(Trainer):
     """
 
     model: nn.Module
-    accelerator: _ReplicaAccelerator
+    accelerator: ReplicaAccelerator
     # The stages are moved to their devices, the whole model is not.
     place_model_on_device = property(lambda self: False, lambda self, value: None)
 
@@ -76,7 +81,7 @@ class PipelineTrainer(Trainer):
     ) -> None:
         self._num_replicas, self._options = replicas, dict(pipeline or {})
         _refuse(kwargs.get("args", args[1] if len(args) > 1 else None))
-        self._pipelined: _PipelinedModel | None = None
+        self._pipelined: PipelinedModel | None = None
         self._batches: list[Any] = []
         self._losses: list[Tensor] = []
         self._optimizer: torch.optim.Optimizer | None = None  # without Accelerate's wrapper
@@ -96,10 +101,10 @@ class PipelineTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Let Trainer take the replicas for its processes."""
         super().create_accelerator_and_postprocess()
-        self.accelerator = _ReplicaAccelerator(self.accelerator, self._num_replicas)
+        self.accelerator = ReplicaAccelerator(self.accelerator, self._num_replicas)
         self.gather_function = self.accelerator.gather_for_metrics
 
-    def _prepare_pipeline(self) -> _PipelinedModel:
+    def _prepare_pipeline(self) -> PipelinedModel:
         """The pipeline of the current model, which ``model_init`` may have made anew."""
         if self._pipelined is None or self._pipelined.plain[0] is not self.model:
             mesh, column = self.accelerator.mesh, self.accelerator.column
@@ -116,7 +121,7 @@ class PipelineTrainer(Trainer):
             for stage in pipe.stages if column is not None else ():
                 if any(param.requires_grad for param in stage.submod.parameters()):
                     stage.submod = DistributedDataParallel(stage.submod, process_group=column)
-            self._pipelined = _PipelinedModel(pipe, self.model, self.accelerator)
+            self._pipelined = PipelinedModel(pipe, self.model, self.accelerator)
             self.accelerator.pipelined = self._pipelined
         self.model_wrapped = self._pipelined
         return self._pipelined
@@ -139,25 +144,28 @@ class PipelineTrainer(Trainer):
             batches, self._batches = self._batches, []
             if not batches or inputs is not batches[0]:
                 raise StageError("training_step() takes the batches of get_batch_samples()")
-            calls = [self._model_call(each, num_items_in_batch) for each in batches]
-            pipe, num_items = self.pipeline.train(), {"num_items": num_items_in_batch}
+            step, num = super().training_step, num_items_in_batch
+            calls = [self._model_call(step, each, num) for each in batches]
+            pipe, num_items = self._prepare_pipeline().train().pipe, {"num_items": num}
             with self.accelerator.autocast():
                 pipe.step(kwarg_mbs=calls, target_mbs=batches, loss_kwargs=num_items)
             self._losses = [loss.to(self.args.device) for loss in pipe.losses]
         return self._losses.pop(0)
 
-    def _model_call(self, inputs: Any, num_items: Any) -> dict[str, Any]:
-        """The keyword arguments with which Trainer calls the model."""
+    def _model_call(self, step: Callable[..., Any], inputs: Any, *args: Any) -> dict[str, Any]:
+        """The keyword arguments with which a step of Trainer's calls the model."""
         try:
-            super().training_step(_StandIn(), dict(inputs), num_items)
-        except _ModelCall as call:
+            step(StandIn(), dict(inputs), *args)
+        except ModelCall as call:
             return cast(dict[str, Any], call.args[0])
         raise StageError("compute_loss() does not call the model")
 
-    def _microbatch_loss(self, output: Any, inputs: Any, *, num_items: Any) -> Tensor:
+    def _microbatch_loss(self, output: Any, inputs: Any, *, num_items: Any = None) -> Any:
         """Trainer's loss for an output of the last stage; outside of autocast, as in Trainer."""
         with torch.autocast(self.args.device.type, enabled=False):
-            stand_in = _StandIn(self.accelerator.in_full_precision(output))
+            stand_in = StandIn(self.accelerator.in_full_precision(output))
+            if not self._prepare_pipeline().training:
+                return super().prediction_step(stand_in, dict(inputs), True)[0]
             super().training_step(stand_in, dict(inputs), num_items)
         return self.accelerator.loss
 
@@ -204,16 +212,30 @@ class PipelineTrainer(Trainer):
 
     # --- evaluation --------------------------------------------------------------------------
 
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as ``Trainer.evaluation_loop`` does; losses alone, several batches at once."""
+        num = 1 if self.args.batch_eval_metrics else self.args.gradient_accumulation_steps
+        self._batches, self._losses = [], []
+        loader = LookAhead(dataloader, num, self._batches, self.accelerator)
+        return super().evaluation_loop(cast(DataLoader[Any], loader), *args, **kwargs)
+
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
         """Evaluate a batch as one microbatch; every rank gets its loss, and its outputs."""
         pipelined = self._prepare_pipeline().eval()
-        others = (self.label_smoother, self.compute_loss_func)
-        is_own = not any(others) and type(self).compute_loss is Trainer.compute_loss
-        pipelined.sends_loss_only = prediction_loss_only and is_own
-        inputs = self.accelerator.from_rank(0, inputs)
-        return super().prediction_step(pipelined, inputs, prediction_loss_only, ignore_keys)
+        if not prediction_loss_only:
+            inputs = self.accelerator.from_rank(0, inputs)
+            return super().prediction_step(pipelined, inputs, False, ignore_keys)
+        if not self._losses:
+            batches = self.accelerator.from_rank(0, self._batches[:] or [inputs])
+            self._batches.clear()
+            step = super().prediction_step
+            calls = [self._model_call(step, each, True) for each in batches]
+            with self.accelerator.autocast():
+                pipelined.pipe.eval(kwarg_mbs=calls, target_mbs=batches, return_outputs=False)
+            self._losses = [loss.to(self.args.device) for loss in pipelined.pipe.losses]
+        return (self._losses.pop(0) if self._losses else None), None, None
 
     # --- saving and loading ------------------------------------------------------------------
 
@@ -267,131 +289,3 @@ def _refuse(args: Any) -> None:
             f"PipelineTrainer does not support {', '.join(found)}; leave it out: replicas= is for "
             "data parallelism, bf16= for mixed precision, pipeline={'wrap_fn': ...} for compilation"
         )
-
-
-class _ModelCall(Exception):
-    """Its argument: the keyword arguments of a call of the model."""
-
-
-class _StandIn(nn.Module):
-    """In the model's place: returns an output, once; without one, raises the call."""
-
-    def __init__(self, *outputs: Any) -> None:
-        super().__init__()
-        self._outputs, self._raises_call = list(outputs), not outputs
-
-    def forward(self, **kwargs: Any) -> Any:
-        if self._raises_call:
-            raise _ModelCall(kwargs)
-        if not self._outputs:
-            raise StageError("compute_loss() calls the model twice; a pipeline runs it once")
-        return self._outputs.pop()
-
-
-class _PipelinedModel(nn.Module):
-    """The pipeline as the wrapped model of Trainer: this rank's parameters, and evaluation."""
-
-    def __init__(self, pipe: Pipeline, plain: nn.Module, accelerator: _ReplicaAccelerator) -> None:
-        super().__init__()
-        self.pipe, self.accelerator = pipe, accelerator
-        self.plain = (plain,)  # in a tuple, since it is no submodule
-        self.order = {name: i for i, (name, _) in enumerate(plain.named_parameters())}
-        self.sends_loss_only = self.is_synced = False
-
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters, in the plain model's order and under its names."""
-        yield from sorted(self.pipe.named_parameters(), key=lambda named: self.order[named[0]])
-
-    def train(self, mode: bool = True) -> _PipelinedModel:
-        self.training = mode
-        self.pipe.train(mode)
-        return self
-
-    def forward(self, **inputs: Any) -> Any:
-        """The output of the last stage, or only its loss, on every rank; without a graph."""
-        with self.accelerator.autocast():
-            outputs = self.pipe.eval(kwarg_mbs=[inputs], merge_outputs=False)
-        output = self.accelerator.in_full_precision(outputs[0]) if outputs else None
-        if self.sends_loss_only and isinstance(output, dict) and "loss" in output:
-            output = {"loss": output["loss"]}
-        placement = self.pipe.program.placement
-        output = self.accelerator.from_rank(placement.rank_of(placement.exits[0]), output)
-        return send_to_device(output, self.accelerator.device)
-
-
-class _ReplicaAccelerator(Accelerator):
-    """An ``Accelerator`` whose processes are replicas, each of them a pipeline.
-
-    Its ``row`` is the group of this pipeline, for CPU tensors, and ``column`` that of the processes
-    with the same stages; None where there is one process. ``loss`` is what ``backward`` was given.
-    """
-
-    row: dist.ProcessGroup | None = None
-    column: dist.ProcessGroup | None = None
-    mesh: DeviceMesh | None = None  # replicas by stages
-    pipelined: _PipelinedModel | None = None
-    loss: Tensor
-
-    def __init__(self, accelerator: Accelerator, num_replicas: int) -> None:
-        self.__dict__.update(vars(accelerator))  # Trainer has made it
-        world = accelerator.num_processes
-        if num_replicas < 1 or world % num_replicas:
-            raise ValueError(f"replicas={num_replicas} does not divide {world} processes")
-        self.num_stage_ranks = world // num_replicas
-        if world > 1:
-            sizes, names = (num_replicas, self.num_stage_ranks), ("replica", "stage")
-            self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
-            self.row = control_group(self.mesh["stage"].get_group())
-            self.column = self.mesh["replica"].get_group() if num_replicas > 1 else None
-
-    @property
-    def num_processes(self) -> int:
-        return 1 if self.mesh is None else self.mesh.size(0)
-
-    @property
-    def process_index(self) -> int:
-        return 0 if self.mesh is None else self.mesh.get_local_rank(0)
-
-    def prepare_data_loader(self, data_loader: Any, *_: Any, **options: Any) -> Any:
-        """Batches stay on the CPU, to be sent to the pipeline's other ranks."""
-        return super().prepare_data_loader(data_loader, **{**options, "device_placement": False})
-
-    def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        return self.pipelined or model
-
-    def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
-        if isinstance(model, _PipelinedModel | _StandIn) and self.pipelined is not None:
-            return self.pipelined.plain[0]
-        return cast(nn.Module, super().unwrap_model(model, *args, **options))
-
-    def backward(self, loss: Tensor, **_: Any) -> None:
-        """Keep the loss for the pipeline, which runs the backward."""
-        self.loss = loss
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip by the norm over the stages of all ranks."""
-        return clip_grad_norm_(parameters, max_norm, norm_type, group=self.row)
-
-    def in_full_precision(self, output: Any) -> Any:
-        """A model's output as Accelerate returns it: in float32 under mixed precision."""
-        return output if self.mixed_precision == "no" else convert_to_fp32(output)
-
-    def gather(self, tensor: Any) -> Any:
-        """Concatenate the tensors of all replicas."""
-        return tensor if self.column is None else recursively_apply(self._gather_one, tensor)
-
-    def _gather_one(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
-        parts = [torch.empty_like(tensor) for _ in range(self.num_processes)]
-        with collective_call(self.column, "gather()"):
-            dist.all_gather(parts, tensor, self.column)
-        return torch.cat(parts)
-
-    def from_rank(self, rank: int, value: Any) -> Any:
-        """The value of a rank of this pipeline, its tensors on the CPU."""
-        if self.row is None:
-            return value
-        made = [send_to_device(value, "cpu") if self.row.rank() == rank else None]
-        with collective_call(self.row, "from_rank()"):
-            dist.broadcast_object_list(made, group=self.row, group_src=rank)
-        return made[0]
