@@ -20,14 +20,15 @@ from rich.table import Table
 from penstock.schedule.wording import number_of, runs_of
 from penstock.simulate.memory import exceeds
 from penstock.simulate.simulation import Simulation
+from penstock.view.palette import amount
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
 __all__ = [
-    "bytes_text", "console", "escape_unencodable", "figures_json", "figures_text", "number",
-    "over_limit", "peaks_text", "per_rank", "plain", "print_table", "progress_bar", "seconds_text",
-    "table", "warn",
+    "bytes_text", "console", "escape_unencodable", "figures_json", "figures_text", "over_limit",
+    "peaks_text", "per_rank", "plain", "print_table", "progress_bar", "seconds_text", "table",
+    "warn",
 ]  # fmt: skip
 
 # The width for piped output, which Rich would wrap at 80 columns.
@@ -109,8 +110,8 @@ def figures_json(result: Simulation) -> str:
 def figures_text(result: Simulation) -> str:
     """The times of a simulated step in a line, with Rich's markup."""
     return (
-        f"makespan [bold]{number(result.makespan)}[/], bubble [bold]{result.bubble_ratio:.2%}"
-        f"[/]; span {number(result.span)}, bubble {result.span_bubble_ratio:.2%}; "
+        f"makespan [bold]{amount(result.makespan)}[/], bubble [bold]{result.bubble_ratio:.2%}"
+        f"[/]; span {amount(result.span)}, bubble {result.span_bubble_ratio:.2%}; "
         + number_of(result.messages, "message")
     )
 
@@ -129,7 +130,7 @@ def over_limit(peaks: Sequence[float], limit: float | None) -> str | None:
     if limit is None or not over:
         return None
     ranks = "rank" if len(over) == 1 else "ranks"
-    return f"over the memory limit of {number(limit)} on {ranks} {runs_of(over)}"
+    return f"over the memory limit of {amount(limit)} on {ranks} {runs_of(over)}"
 
 
 def per_rank(values: tuple[float, ...], *, most: int = 80) -> str:
@@ -140,10 +141,10 @@ def per_rank(values: tuple[float, ...], *, most: int = 80) -> str:
         ('4,3,2,1', '8 on all', '6 to 7')
     """
     if len(values) > 4 and len(set(values)) == 1:
-        return f"{number(values[0])} on all"
-    text = ",".join(map(number, values))
+        return f"{amount(values[0])} on all"
+    text = ",".join(map(amount, values))
     if len(values) > 8 or len(text) > most:
-        return f"{number(min(values))} to {number(max(values))}"
+        return f"{amount(min(values))} to {amount(max(values))}"
     return text
 
 
@@ -163,8 +164,3 @@ def seconds_text(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} µs"
-
-
-def number(value: float) -> str:
-    """Format a simulated time or an amount, as ``51`` or ``0.3333``."""
-    return f"{value:.0f}" if float(value).is_integer() else f"{value:.4g}"

@@ -32,7 +32,7 @@ from penstock.schedule.wording import number_of, numbers_of
 from penstock.simulate.costs import Costs, costs_divisor, per_stage_costs
 from penstock.simulate.simulation import Simulation
 from penstock.trace import Trace
-from penstock.view.palette import SAME_MODEL, SAME_STAGES, sizes_text
+from penstock.view.palette import SAME_MODEL, SAME_STAGES, amount, sizes_text
 
 __all__ = ["check", "compare", "schedules", "simulate"]
 
@@ -151,15 +151,15 @@ def compare(
             continue
         label = name if ":" in name else result.program.name
         held = tuple(peak / share for peak in result.peak_in_flight)
-        peaks = out.number(max(held)) if narrow else out.per_rank(held, most=16)
+        peaks = amount(max(held)) if narrow else out.per_rank(held, most=16)
         if fault is not None:
             peaks = f"[yellow]{peaks} over[/]"
             faults.append(f"{label}: {fault}")
         virtual = result.program.num_stages / result.program.num_ranks
         shown.add_row(
             out.plain(label.replace(":", "\n :", 1) if narrow else label),
-            out.number(virtual), out.number(result.makespan),
-            f"{result.bubble_ratio:.2%}", out.number(result.span),
+            amount(virtual), amount(result.makespan),
+            f"{result.bubble_ratio:.2%}", amount(result.span),
             f"{result.span_bubble_ratio:.2%}", peaks, str(result.messages),
         )  # fmt: skip
     if not shown.row_count:

@@ -14,6 +14,7 @@ from penstock.cli.render import refuse_suffix, write_drawing
 from penstock.cli.settings import Settings, option, with_options
 from penstock.schedule.text import save_csv, to_json
 from penstock.schedule.wording import number_of
+from penstock.view.palette import amount
 
 if TYPE_CHECKING:
     from penstock.search.result import Progress, SearchResult
@@ -63,8 +64,8 @@ def search(
         task = bar.add_task("search", total=1.0, best="")
 
         def show(progress: Progress) -> None:
-            found = "" if progress.value is None else f"best {out.number(progress.value)}, "
-            text = f"{found}none is below {out.number(progress.bound)}"
+            found = "" if progress.value is None else f"best {amount(progress.value)}, "
+            text = f"{found}none is below {amount(progress.bound)}"
             bar.update(task, completed=progress.share, description=progress.method, best=text)
 
         found = find(
@@ -94,13 +95,13 @@ def _print(found: SearchResult, *, among_all: bool) -> None:
     shape = " in loops" * (virtual > 1) + " or waves" * (virtual % 2 == 0)
     stages = f"{number_of(virtual, 'stage')} per rank{shape}"
     others += f"no program of one copy of the model with {stages} is"
-    bound = f"{others} below {out.number(found.bound)}: a gap of {found.gap:.2%} at most"
+    bound = f"{others} below {amount(found.bound)}: a gap of {found.gap:.2%} at most"
     proof = f"[bold green]{others} better[/]" if found.is_proven else bound
-    best = f"[bold]{found.objective} {out.number(found.value)}[/], {proof}; found by {found.method}"
+    best = f"[bold]{found.objective} {amount(found.value)}[/], {proof}; found by {found.method}"
     for line in (best, out.figures_text(found.simulation), out.peaks_text(found.simulation)):
         console.print(line, soft_wrap=True)
     if found.pareto:
         shown = out.table("peak", found.objective, "found by", numbers=("peak", found.objective))
         for point in found.pareto:
-            shown.add_row(out.number(point.peak), out.number(point.value), point.method)
+            shown.add_row(amount(point.peak), amount(point.value), point.method)
         out.print_table(shown)

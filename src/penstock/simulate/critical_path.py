@@ -90,11 +90,8 @@ class StepCauses:
         self._places: dict[Action, tuple[Span, int, int]] = {}
         for rank, ranks_steps in enumerate(steps):
             for index, spans in enumerate(ranks_steps):
-                for span in spans:
-                    act, place = span.action, (span, rank, index)
-                    self._places.setdefault(act, place)
-                    for op in COVERS.get(act.op, ()):
-                        self._places.setdefault(action(act.stage, op, act.microbatch), place)
+                for act, span in producers(spans).items():
+                    self._places.setdefault(act, (span, rank, index))
         self._transfers = any(act.op in _RECEIVES for act in self._places)
 
     def waited_for(self, act: Action) -> Span | None:
