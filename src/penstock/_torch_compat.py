@@ -149,6 +149,18 @@ def compiled_calls(module: nn.Module, run: Callable[..., Any]) -> list[CompiledC
     return [call for _, child in children(module) for call in compiled_calls(child, run)]
 
 
+def compile_in_place(module: nn.Module, **options: Any) -> None:
+    """``module.compile()``, which silently compiles nothing of a module of torch's own: the
+    compiler skips calls that begin in torch's files."""
+    module.compile(**options)
+    if type(module).forward.__module__.startswith("torch.nn."):
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        vars(module)["_compiled_call_impl"] = torch.compile(call, **options)
+
+
 def compile_graphs(
     backend: str,
     graph: Any,

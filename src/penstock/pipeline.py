@@ -272,7 +272,7 @@ class Pipeline(ModelState):
             if name == COMPILE_PROBE:
                 raise TypeError(
                     "torch.compile takes no Pipeline, which is no module; compile its stages: "
-                    "for stage in pipe.stages: stage.submod.compile()"
+                    "for stage in pipe.stages: penstock.compile_stage(stage.submod)"
                 )
             return object.__getattribute__(self, name)  # raises AttributeError
 

@@ -157,6 +157,27 @@ def test_gradients_are_those_of_the_plain_loop(kind: type[Block]) -> None:
     assert_close(gradients(block, tuple(inputs)), expected)
 
 
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Linear(DIM, DIM),
+        nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, DIM)),
+        nn.TransformerEncoderLayer(DIM, 2, 2 * DIM, dropout=0.0, batch_first=True),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_modules_of_torch_s_own_are_compiled(module: nn.Module) -> None:
+    expected = plain(copy.deepcopy(module), some_inputs(5, 5))
+    inputs = some_inputs(5, 5)
+    steps = Steps(compile_stage(module, backend="aot_eager"), inputs)
+    flying = steps.forward()
+    assert "CompiledFunction" in {type(out.grad_fn).__name__[:16] for _, out in flying}
+    steps.input_grads(flying)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    steps.weight_grads(flying)
+    assert_close(gradients(module, tuple(inputs)), expected)
+
+
 def test_a_full_backward_is_whole() -> None:
     torch.manual_seed(0)
     block = Block()
@@ -220,23 +241,13 @@ def test_shapes_may_change() -> None:
     assert_close(gradients(block, tuple(inputs)), expected)
 
 
-class Layer(nn.Linear):
-    """Torch does not compile a module of its own that is called as one."""
-
-    def __init__(self) -> None:
-        super().__init__(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
-
-
 class Tied(nn.Module):
     """A weight used by a compiled layer, and by ``last``, in one of three ways."""
 
     def __init__(self, last: str) -> None:
         super().__init__()
-        self.first = Layer()
-        self.second = Layer()
+        self.first = nn.Linear(DIM, DIM)
+        self.second = nn.Linear(DIM, DIM)
         self.second.weight = self.first.weight
         compile_stage(self.first, backend="aot_eager")
         if last == "split":
@@ -305,6 +316,46 @@ def test_schedules_train_compiled_layers(schedule: str) -> None:
     )
     pipe.step(x, target=target)
     assert_close(gradients(model, ()), gradients(reference, ()))
+
+
+class Language(nn.Module):
+    """A model that is cut by module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, DIM)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(DIM, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden).movedim(-1, 1)  # type: ignore[no-any-return]
+
+
+def test_a_stage_cut_by_module_compiles_its_layers() -> None:
+    torch.manual_seed(0)
+    model = Language()
+    ids, target = torch.randint(11, (2, 8, 5))
+    reference = copy.deepcopy(model)
+    for part, goal in zip(ids.chunk(8), target.chunk(8), strict=True):
+        (nn.functional.cross_entropy(reference(part), goal) / 8).backward()
+    pipe = Pipeline(
+        model,
+        loss_fn=nn.functional.cross_entropy,
+        schedule="zbv",
+        n_microbatches=8,
+        example=(ids[:1],),
+        ranks=2,
+        wrap_fn=lambda stage, _: compile_stage(stage, backend="aot_eager"),
+    )
+    with torch.compiler.set_stance("default"):
+        pipe.step(ids, target=target)
+    found = gradients(model, ())
+    assert_close(found, gradients(reference, ()))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        pipe.step(ids, target=target)
 
 
 def test_profiles_see_the_weight_gradients_of_each_layer() -> None:

@@ -26,7 +26,12 @@ import torch
 from optree import PyTreeSpec
 from torch import Tensor, nn
 
-from penstock._torch_compat import HookWatch, autocast_state, in_function_forward
+from penstock._torch_compat import (
+    HookWatch,
+    autocast_state,
+    compile_in_place,
+    in_function_forward,
+)
 from penstock.errors import PartitionError
 from penstock.partition.forward.forward_plan import ForwardPlan
 from penstock.partition.forward.forward_trace import LeafCall
@@ -82,8 +87,15 @@ class ModuleStage(nn.Module):
         self._tree.register(self, leaves)
         self.training = leaves.model.training
         self._make_plan = make_plan
+        self._own_leaves = [name for name in leaves.leaves if name in own]
         # By the key of its inputs on the first stage, as received on later ones.
         self._plans: dict[Any, _StagePlan] = {}
+
+    def compile(self, **options: Any) -> None:
+        """Compile each of the stage's leaf modules in place. The forward above them can't be: it
+        meets placeholders."""
+        for name in self._own_leaves:
+            compile_in_place(self.get_submodule(name), **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stage on the model's arguments, or on the previous stage's output.

@@ -28,6 +28,7 @@ from penstock._torch_compat import (
     active_mode,
     autocast_enabled,
     compile_graphs,
+    compile_in_place,
     current_node,
     deferrable_now,
     without_modes,
@@ -66,7 +67,8 @@ def compile_stage(
     """
     if backend not in _BACKENDS:
         raise ValueError(f"backend is {backend!r}, expected one of {', '.join(_BACKENDS)}")
-    module.compile(
+    compile_in_place(
+        module,
         backend=_BACKENDS[backend],
         fullgraph=fullgraph,
         dynamic=dynamic,
