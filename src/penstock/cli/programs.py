@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -48,13 +47,6 @@ _PER = (
 # Below this width the table of ``compare`` has options below the schedule's name, and the fullest
 # rank's peak.
 _NARROW = 100
-
-
-class Per(Enum):
-    """The part of the model that costs are given for."""
-
-    RANK = "rank"
-    STAGE = "stage"
 
 
 def schedules(
@@ -127,14 +119,14 @@ def compare(
     schedules: Annotated[list[str], argument(_SCHEDULES, metavar="SCHEDULE...")],
     *,
     settings: Settings,
-    per: Annotated[Per, option(_PER)] = Per.RANK,
+    per: Annotated[Literal["rank", "stage"], option(_PER)] = "rank",
 ) -> None:
     """Compare schedules of one model: time, bubble and memory side by side.
 
     --virtual and --option go to the schedules that take them. Schedules over --memory are marked;
     a schedule that can't be built is listed with the reason.
     """
-    costs = settings.costs()
+    costs, per_rank = settings.costs(), per == "rank"
     _refuse_unused(schedules, settings)
     narrow = out.console().width < _NARROW
     peak = "highest peak" if narrow else "peak per rank"
@@ -145,7 +137,7 @@ def compare(
     faults = []
     for name in schedules:
         try:
-            result, share, fault = _simulated(name, settings, costs, per)
+            result, share, fault = _simulated(name, settings, costs, per_rank)
         except ScheduleError as error:
             failed[name] = error
             continue
@@ -164,7 +156,7 @@ def compare(
         )  # fmt: skip
     if not shown.row_count:
         raise next(iter(failed.values()))
-    out.console().print(SAME_MODEL if per is Per.RANK else SAME_STAGES)
+    out.console().print(SAME_MODEL if per_rank else SAME_STAGES)
     out.print_table(shown)
     for name, refusal in failed.items():
         reason = " ".join(message_of(refusal).split()).replace(f"{name}: ", "", 1)
@@ -174,10 +166,9 @@ def compare(
 
 
 def _simulated(
-    name: str, settings: Settings, costs: Costs, per: Per
+    name: str, settings: Settings, costs: Costs, per_rank: bool
 ) -> tuple[Simulation, float, str | None]:
     """The simulated step, the stages of a rank's part, and the ranks over the memory limit."""
-    per_rank = per is Per.RANK
     program = load_program(name, settings, lenient=True, per_rank=per_rank)
     share = costs_divisor(program) if per_rank else 1.0
     costs = per_stage_costs(costs, share)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +13,7 @@ from penstock.cli.render import refuse_suffix, write_drawing
 from penstock.cli.settings import Settings, option, with_options
 from penstock.schedule.text import save_csv, to_json
 from penstock.schedule.wording import number_of
+from penstock.schedule.workload import Objective
 from penstock.view.palette import amount
 
 if TYPE_CHECKING:
@@ -33,18 +33,11 @@ _OFFLOAD = (
 )
 
 
-class SearchObjective(Enum):
-    """The time to minimize."""
-
-    MAKESPAN = "makespan"
-    SPAN = "span"
-
-
 @partial(with_options, omit=("option", "jitter", "jitter_seed"))
 def search(
     *,
     settings: Settings,
-    objective: Annotated[SearchObjective, option(_OBJECTIVE)] = SearchObjective.MAKESPAN,
+    objective: Annotated[Objective, option(_OBJECTIVE)] = "makespan",
     time_limit: Annotated[float, option("Time limit of the search, in seconds.")] = 10.0,
     seed: Annotated[int, option("Seed of random choices.")] = 0,
     pareto: Annotated[bool, option("Also search time against memory.")] = False,
@@ -70,7 +63,7 @@ def search(
 
         found = find(
             settings.costs(), **settings.sizes(), memory_limit=settings.memory,
-            objective=objective.value, time_limit_s=time_limit, seed=seed, recompute=recompute,
+            objective=objective, time_limit_s=time_limit, seed=seed, recompute=recompute,
             offload=offload, pareto=pareto, progress=show,
         )  # fmt: skip
         bar.update(task, completed=1.0)
