@@ -101,7 +101,7 @@ def test_a_mistake_in_another_call_is_the_cause() -> None:
     waited, failed = (told[0] for told in played((case,), 2)[case])
     assert waited.kind == failed.kind == "ScheduleError"
     assert "rank 0 in clip_grad_norm_(); rank 1 in the first step()" in failed.message
-    assert failed.cause is not None and "target= and target_mbs were both given" in failed.cause
+    assert failed.cause is not None and "target_mbs was given beside a batch" in failed.cause
 
 
 def test_errors_in_another_call_are_raised() -> None:
