@@ -23,6 +23,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from rich.console import Console
 
+from benchmarks.compiled import measure_compiled_schedules
 from benchmarks.figures import Figure, save_figures, show_figures, write_page
 from benchmarks.forecast import measure_forecasts
 from benchmarks.memory import measure_memory
@@ -65,6 +66,7 @@ def measures(quick: bool) -> dict[str, Callable[[], list[Figure]]]:
     return {
         "tiny": lambda: measure_tiny(rounds=3 if quick else 25, block=1 if quick else 8),
         "blocks": lambda: measure_compute_bound(rounds=2 if quick else 7),
+        "compiled": lambda: measure_compiled_schedules(rounds=2 if quick else 9),
         "split": lambda: measure_split(0.1 if quick else 1.0),
         "trainer": lambda: measure_trainer(rounds=1 if quick else 5, steps=4 if quick else 8),
         "memory": measure_memory,
