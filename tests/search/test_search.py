@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from penstock import Costs, Op, Progress, ScheduleError, build, check, schedules, search, simulate
-from penstock.schedule.placement import bidirectional, linear, looped, v_shape
+from penstock.schedule.placement import bidirectional, linear, looped, v_shape, wave
 from penstock.schedule.text import to_json
 from penstock.search import engine
 from penstock.search.problem import SearchProblem
@@ -54,8 +54,14 @@ OPTIMA = [
     ("span", linear(4), 4, 27),
     ("span", linear(4), 5, 26),
     ("span", linear(4), 7, 24),
+    ("makespan", looped(4, 2), 4, 63),
+    ("makespan", looped(4, 2), 5, 57),
     ("makespan", looped(4, 2), 6, 53),
     ("makespan", looped(4, 2), 8, 51),
+    ("span", looped(4, 2), 5, 57),
+    ("makespan", wave(4, 1), 4, 59),
+    ("makespan", wave(4, 1), 5, 56),
+    ("span", wave(4, 1), 5, 56),
 ]
 
 
@@ -70,8 +76,6 @@ def test_proven_optima_are_found_and_never_beaten(
         memory_limit=limit,
         objective=objective,
         placements=[placement],
-        # It ends when it has its proof.
-        time_limit_s=30,
     )
     assert_sound(found)
     assert found.value == best
