@@ -5,8 +5,9 @@ An order of a rank is a list of kinds, numbered as ``penstock.schedule.list_sche
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from typing import TypeAlias
 
 from penstock.schedule.action import Action, Op, Overlap, Step, action
@@ -150,30 +151,32 @@ def _phased(
 
     An overlapped pair with one action left within ``microbatches`` becomes that action.
     """
-    started: Counter[tuple[bool, int]] = Counter()
+    # By loop, the next microbatch of its forwards and of its backwards.
+    forwards, backwards = (
+        [count(placement.direction_of(stage), placement.num_directions) for stage in stages]
+        for _ in range(2)
+    )
+
+    def parsed(text: str) -> tuple[Op, int, Iterator[int]]:
+        op, loop = Op(text[0]), int(text[1:] or 0)
+        return op, stages[loop], (forwards if op is Op.FORWARD else backwards)[loop]
+
     waiting: deque[Action] = deque()
-
-    def following(op: Op, loop: int) -> Action:
-        if op is Op.WEIGHT_GRAD:
-            return waiting.popleft()
-        stage, forward = stages[loop], op is Op.FORWARD
-        count = started[forward, stage]
-        started[forward, stage] += 1
-        microbatch = placement.num_directions * count + placement.direction_of(stage)
-        if op is Op.INPUT_GRAD:
-            waiting.append(action(stage, Op.WEIGHT_GRAD, microbatch))
-        return action(stage, op, microbatch)
-
     steps: list[Step] = []
     for times, pattern in phases:
-        cells = [
-            [(Op(text[0]), int(text[1:] or 0)) for text in cell.split("+")]
-            for cell in pattern.split()
-        ]
+        cells = [[parsed(text) for text in cell.split("+")] for cell in pattern.split()]
         for cell in cells * times:
-            made = [following(op, loop) for op, loop in cell]
-            parts = tuple(act for act in made if (act.microbatch or 0) < microbatches)
-            steps += parts if len(parts) < 2 else [Overlap(parts=parts)]
+            parts = []
+            for op, stage, following in cell:
+                if op is Op.WEIGHT_GRAD:
+                    act = waiting.popleft()
+                else:
+                    act = action(stage, op, next(following))
+                if op is Op.INPUT_GRAD:
+                    waiting.append(action(stage, Op.WEIGHT_GRAD, act.microbatch))
+                if (act.microbatch or 0) < microbatches:
+                    parts.append(act)
+            steps += parts if len(parts) < 2 else [Overlap(parts=tuple(parts))]
     return tuple(steps)
 
 

@@ -294,7 +294,7 @@ def _offloaded(steps: tuple[Step, ...], stages: frozenset[int], ahead: int) -> l
                 before[needed].append(action(act.stage, Op.RELOAD, act.microbatch))
     moved: list[Step] = []
     for index, step in enumerate(steps):
-        moved += [*before[index], step, *after[index]]
+        moved += (*before.get(index, ()), step, *after.get(index, ()))
     return moved
 
 
