@@ -118,9 +118,14 @@ class PipelineTrainer(Trainer):
                 group=None if mesh is None else mesh["stage"].get_group(),
                 **{"microbatch_rng": True, **self._options},
             )
+            names = ("bucket_cap_mb", "broadcast_buffers")
+            given = {name: getattr(self.args, f"ddp_{name}") for name in names}
+            options: Any = {name: value for name, value in given.items() if value is not None}
             for stage in pipe.stages if column is not None else ():
                 if any(param.requires_grad for param in stage.submod.parameters()):
-                    stage.submod = DistributedDataParallel(stage.submod, process_group=column)
+                    stage.submod = DistributedDataParallel(
+                        stage.submod, process_group=column, **options
+                    )
             self._pipelined = PipelinedModel(pipe, self.model, self.accelerator)
             self.accelerator.pipelined = self._pipelined
         self.model_wrapped = self._pipelined
