@@ -133,7 +133,7 @@ def fail(rank: int, num_ranks: int, when: str) -> tuple[str, str, float]:
     take_the_way_of_nccl()
     pipe = Pipeline(mlp(2), loss_fn=F.mse_loss, schedule="1f1b", n_microbatches=4, timeout_s=60.0)
     inputs, target = features(8, 0)
-    batch: dict[str, Any] = {"arg_mbs": [(inputs,)] * 3} if rank and when == "at first" else {}
+    batch: dict[str, Any] = {"arg_mbs": [(inputs,)] * 5} if rank and when == "at first" else {}
     if when == "later":
         (transport,) = pipe._schedule.engine.transports
         assert isinstance(transport, Directed)
@@ -142,7 +142,7 @@ def fail(rank: int, num_ranks: int, when: str) -> tuple[str, str, float]:
 
         def forward(module: object, args: object) -> None:
             if rank:
-                raise ValueError("3 ready microbatches")
+                raise ValueError("5 ready microbatches")
             # The first rank waits for its device, which nobody sees, and that for the second.
             assert next(microbatches) == 0 or transport.gave_up.wait(30)
 
@@ -161,7 +161,7 @@ def test_a_failure_is_heard_where_no_wait_of_ours_is(when: str, own: str) -> Non
     first, second = (outcome.result() for outcome in run_ranks(fail, 2, when, timeout_s=90))
     assert first[0] == "PeerError" and second[0] == own
     for _, message, elapsed_s in (first, second):
-        assert "3 ready microbatches" in message
+        assert "5 ready microbatches" in message
         assert elapsed_s < 5
 
 
