@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 
+# They share the machine's cores: one thread each. Torch reads it as it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
-# They share the machine's cores: one thread each.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Torch asks a name server for the name of whatever it connects to: wait for that a second, not ten.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
@@ -20,3 +23,11 @@ settings.register_profile(
     "nightly", deadline=None, max_examples=3000, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def list_functions_that_make_tensors() -> None:
+    """Torch lists them at the first use of a device as a context. In ``from_pretrained`` of
+    transformers the list would hold another ``torch.linspace``, for the rest of the process."""
+    with torch.device("meta"):
+        torch.empty(0)
