@@ -1,4 +1,4 @@
-"""What Accelerate sees of a pipeline: replicas as its processes, and a wrapped model.
+"""A pipeline as Accelerate sees it: replicas as its processes, and a wrapped model.
 
              stage 0   stage 1         a row is a pipeline, and one process to Accelerate
 replica 0    rank 0    rank 1          a column holds the same stages, and is gathered over

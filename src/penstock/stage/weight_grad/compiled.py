@@ -113,7 +113,7 @@ def split_backward(module: fx.GraphModule, weights: Collection[int]) -> Halves |
     results = [grad for i, grad in enumerate(grads) if grad is not None and i in deferred]
     first = _ancestors([*impure, *(g for i, g in enumerate(grads) if i not in deferred)])
     later = {n for n in _ancestors(results) - first if n.op != "placeholder"}
-    # What W needs of I. A view is taken again, so that its base is carried, and that once.
+    # W needs these values of I. A view is taken again, so that its base is carried, and that once.
     stack = [source for node in later for source in node.all_input_nodes] + results
     taken: set[fx.Node] = set()
     while stack:
@@ -222,7 +222,7 @@ _BACKENDS = {name: partial(_compile, name) for name in ("inductor", "aot_eager")
 def _runner(
     halves: Halves, input_grad: Any, weight_grad: Any, edges: Sequence[int]
 ) -> Callable[[list[Any]], list[Tensor | None]]:
-    """What autograd runs: I, and W right away unless the weights are proxies of a deferral.
+    """The callable that autograd runs: I, then W unless the weights are proxies of a deferral.
 
     ``edges`` are those of the weights of ``halves.deferred`` in the autograd graph.
     """
