@@ -634,9 +634,8 @@ PLACEMENTS = [linear(2), linear(4), linear(6), looped(2, 2), v_shape(2), v_shape
 def test_uneven_real_models_come_out_at_the_optimum(name: str) -> None:
     model, measured = measured_costs(name)
     assert kinds(measured) == KINDS[name]
-    layers = sorted(block.time_s for block in measured.blocks[1:-1])
-    if name in ("gpt2", "llama", "t5"):  # uneven indeed
-        assert measured.blocks[-1].time_s > 1.5 * layers[len(layers) // 2]
+    times = [block.time_s for block in measured.blocks]
+    assert max(times) > 1.5 * min(times)  # uneven indeed
     for placement in PLACEMENTS:
         found = balance(measured, placement.num_stages, placement=placement)
         assert found.is_proven
