@@ -36,7 +36,7 @@ from benchmarks.planning import (
 from benchmarks.search import measure_search
 from benchmarks.split_backward import measure as measure_split_widths
 from benchmarks.split_backward import measure_compiled
-from benchmarks.step_time import measure_compute_bound, measure_tiny
+from benchmarks.step_time import measure_compute_bound, measure_sharded, measure_tiny
 from benchmarks.trainer import measure_trainer
 
 RESULTS = Path(__file__).parent / "results"
@@ -66,6 +66,7 @@ def measures(quick: bool) -> dict[str, Callable[[], list[Figure]]]:
     return {
         "tiny": lambda: measure_tiny(rounds=3 if quick else 25, block=1 if quick else 8),
         "blocks": lambda: measure_compute_bound(rounds=2 if quick else 7),
+        "sharded": lambda: measure_sharded(rounds=2 if quick else 9),
         "compiled": lambda: measure_compiled_schedules(rounds=2 if quick else 9),
         "split": lambda: measure_split(0.1 if quick else 1.0),
         "trainer": lambda: measure_trainer(rounds=1 if quick else 5, steps=4 if quick else 8),

@@ -20,6 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import penstock
 from benchmarks.bare import bare_step
@@ -28,7 +31,10 @@ from benchmarks.split_backward import Block
 from penstock.schedule.passes import lower
 from penstock.testing.processes import run_ranks
 
-__all__ = ["RANKS", "TINY", "Case", "measure_compute_bound", "measure_tiny", "time_ways", "ways_of"]
+__all__ = [
+    "RANKS", "TINY", "Case", "measure_compute_bound", "measure_sharded", "measure_tiny",
+    "time_ways", "ways_of",
+]  # fmt: skip
 
 RANKS = 2
 
@@ -64,6 +70,10 @@ COMPUTE_BOUND = (
     Case(schedule="ScheduleInterleavedZeroBubble", virtual=2, over_bare=None, over_torch=0.90),
     Case(schedule="ScheduleZBVZeroBubble", virtual=2, over_bare=None, over_torch=0.90),
 )
+SHARDED = (
+    Case(schedule="Schedule1F1B", virtual=1, over_bare=None, over_torch=1.00),
+    Case(schedule="ScheduleInterleaved1F1B", virtual=2, over_bare=None, over_torch=1.00),
+)
 
 
 def measure_tiny(rounds: int, block: int) -> list[Figure]:
@@ -81,11 +91,17 @@ def measure_compute_bound(rounds: int) -> list[Figure]:
     return _figures("step time, transformer blocks", COMPUTE_BOUND, "blocks", rounds, 1)
 
 
+def measure_sharded(rounds: int) -> list[Figure]:
+    """The transformer blocks, each sharded over two replicas of the pipeline by FSDP2."""
+    return _figures("step time, blocks sharded by FSDP2", SHARDED, "sharded", rounds, 1)
+
+
 def _figures(group: str, cases: Sequence[Case], work: str, rounds: int, block: int) -> list[Figure]:
     figures = []
     for case in cases:
         args = (case.schedule, case.virtual, work, case.over_bare is not None, rounds, block)
-        times = run_ranks(time_ways, RANKS, *args, timeout_s=1800)[0].result()
+        replicas = 2 if work == "sharded" else 1
+        times = run_ranks(time_ways, replicas * RANKS, *args, timeout_s=1800)[0].result()
         pairs: list[tuple[str, str, float | None]] = [("penstock", "torch", case.over_torch)]
         if case.over_bare is not None:
             pairs = [
@@ -156,7 +172,16 @@ def ways_of(rank: int, schedule: str, virtual: int, work: str, bare: bool) -> di
     num_microbatches = 64 if work == "tiny" else 8
     num_stages = RANKS * virtual
     program = penstock.build(schedule, ranks=RANKS, microbatches=num_microbatches, virtual=virtual)
-    modules = {s: _module(work, num_stages) for s in program.placement.stages_of(rank)}
+    mesh = init_device_mesh(
+        "cpu", (RANKS, dist.get_world_size() // RANKS), mesh_dim_names=("pp", "dp")
+    )
+    modules = {
+        s: _module(work, num_stages) for s in program.placement.stages_of(mesh.get_local_rank("pp"))
+    }
+    if work == "sharded":
+        for module in modules.values():
+            for part in (*module, module):
+                fully_shard(part, mesh=mesh["dp"])
     shape = (4, 16) if work == "tiny" else (4, 128, 256)
     inputs = torch.randn(num_microbatches * shape[0], *shape[1:])
     target = torch.randn_like(inputs)
@@ -167,7 +192,7 @@ def ways_of(rank: int, schedule: str, virtual: int, work: str, bare: bool) -> di
         step = bare_step(lower(program), rank, modules, loss_fn, shape)
         ways["bare"] = lambda: step(inputs, target)
     for name in ("penstock", "torch"):
-        runner = _schedule(name, schedule, modules, num_stages, num_microbatches, loss_fn)
+        runner = _schedule(name, schedule, modules, mesh, num_stages, num_microbatches, loss_fn)
         ways[name] = _stepper(runner, inputs if is_first else None, target if is_last else None)
     _expect_equal_gradients(ways, modules)
     return ways
@@ -183,6 +208,7 @@ def _schedule(
     library: str,
     schedule: str,
     modules: dict[int, nn.Module],
+    mesh: DeviceMesh,
     num_stages: int,
     n: int,
     loss_fn: Callable[..., Tensor],
@@ -191,7 +217,10 @@ def _schedule(
     if library == "torch":
         import torch.distributed.pipelining as source
     device = torch.device("cpu")
-    stages = [source.PipelineStage(m, s, num_stages, device) for s, m in modules.items()]
+    group = mesh["pp"].get_group()
+    stages = [
+        source.PipelineStage(m, s, num_stages, device, group=group) for s, m in modules.items()
+    ]
     single = schedule in ("ScheduleGPipe", "Schedule1F1B")
     return getattr(source, schedule)(stages[0] if single else stages, n, loss_fn=loss_fn)
 
@@ -203,6 +232,11 @@ def _stepper(schedule: Any, inputs: Tensor | None, target: Tensor | None) -> Way
     return lambda: schedule.step(*args, target=target, losses=[], return_outputs=False)
 
 
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, if it is sharded; else the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _expect_equal_gradients(ways: dict[str, Way], modules: dict[int, nn.Module]) -> None:
     """What is compared must do the same work."""
     found: dict[str, list[Tensor]] = {}
@@ -211,7 +245,7 @@ def _expect_equal_gradients(ways: dict[str, Way], modules: dict[int, nn.Module])
         for param in params:
             param.grad = None
         run()
-        found[name] = [p.grad.clone() for p in params if p.grad is not None]
+        found[name] = [_local(p.grad).clone() for p in params if p.grad is not None]
         assert len(found[name]) == len(params), f"{name} leaves gradients out"
     first, *others = found.values()
     for other in others:
