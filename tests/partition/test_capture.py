@@ -153,6 +153,14 @@ def test_stages_by_hand_take_the_models_arguments() -> None:
     halves = [{k: v[i : i + 2] for k, v in tokens(4).items()} for i in (0, 2)]
     for half, loss in zip(halves, losses, strict=True):
         torch.testing.assert_close(again(**half, scale=2.0).loss, loss)
+    # By hand, a stage takes the arguments that have not crossed to it.
+    half = halves[0]
+    crossing = stages[0].forward_one_chunk(0, (), {**half, "scale": 2.0})
+    without = tuple(None if value is half["labels"] else value for value in crossing)
+    assert None in without
+    stages[1].set_local_fwd_input(without, 0)
+    output = stages[1].forward_one_chunk(0, (), {"labels": half["labels"]})
+    torch.testing.assert_close(output[0], losses[0])
 
 
 def test_shared_parameters_are_listed_and_stay_shared() -> None:

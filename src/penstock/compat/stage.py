@@ -458,7 +458,8 @@ def _arguments(backward_type: str, bwd_kwargs: dict[str, Any]) -> list[Any]:
 class TracedStage(PipelineStage):
     """The ``PipelineStage`` of a traced model, with the graph of all stages.
 
-    Any rank may pass the model's own keyword arguments; only the first stage uses them.
+    Any rank may pass the model's own keyword arguments. A later stage uses those that the first
+    stage was called without.
 
     Args:
         stage_module: the stage's module, from ``Pipe.get_stage_module``.
@@ -491,9 +492,8 @@ class TracedStage(PipelineStage):
         *,
         defer: bool,
     ) -> Any:
-        """Run the module; stages after the first ignore keyword arguments. The model's output is
-        its tensor, or a tuple of its tensors."""
-        output = super().forward(state, args, kwargs if self.is_first else {}, defer=defer)
+        """Run the module. The model's output is its tensor, or a tuple of its tensors."""
+        output = super().forward(state, args, kwargs, defer=defer)
         if self.is_last:
             tensors = [leaf for leaf in leaves_in_order(output) if isinstance(leaf, Tensor)]
             return tuple(tensors) if len(tensors) > 1 else tensors[0] if tensors else output
