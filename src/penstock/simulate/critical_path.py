@@ -94,12 +94,6 @@ class StepCauses:
                     self._places.setdefault(act, (span, rank, index))
         self._transfers = any(act.op in _RECEIVES for act in self._places)
 
-    def waited_for(self, act: Action) -> Span | None:
-        """The span whose result ``act`` waited for after its rank was free; None if none."""
-        _, rank, index = self._places[act]
-        found = self._missing(rank, index)
-        return None if found is None else self._places[found][0]
-
     def cause(self, span: Span) -> Span | None:
         """The span that delayed ``span``: a result that it needs, or the step before it on its
         rank; None if there is none."""

@@ -9,7 +9,7 @@ from itertools import compress
 from operator import sub
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action, Op
+from penstock.schedule.action import Op
 from penstock.schedule.index import index_program
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rules import COMPUTE
@@ -191,22 +191,6 @@ class Simulation:
         """The computations on the critical path, by start: each but the first starts at the end of
         the one before it on its rank, or when the message of the one before it arrives."""
         return self.causes.critical_path()
-
-    def waited_for(self, span: Span) -> Action | None:
-        """The action that delayed a span of ``trace`` after its rank was free.
-
-        Returns:
-            The action whose result the span waited for; None if the span started as soon as its
-            rank had finished the previous step.
-
-        Raises:
-            ScheduleError: the program has no such action.
-        """
-        try:
-            found = self.causes.waited_for(span.action)
-        except KeyError:
-            raise ScheduleError(f"{span.action} is not in program {self.program.name!r}") from None
-        return None if found is None else found.action
 
     @cached_property
     def trace(self) -> Trace:
