@@ -496,28 +496,6 @@ def test_missing_inputs_and_gradients_are_named(middle: PipelineStage) -> None:
         middle.backward_one_chunk(0)
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-@pytest.mark.parametrize("apart", [False, True])
-def test_sends_that_share_memory_are_warned_about(
-    is_known: bool, apart: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Messages by hand carry no metadata; on one rank the next stage would know."""
-
-    class Pair(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            y = x * 2
-            return y, y.clone() if apart else y[:, 1:]
-
-    example = (torch.zeros(2, DIM), torch.zeros(2, DIM if apart else DIM - 1))
-    first = PipelineStage(Pair(), 0, 2, CPU, output_args=example if is_known else None)
-    for mb in range(2):
-        first.forward_one_chunk(mb, (torch.ones(2, DIM),))
-        with pytest.raises(StageError, match="messages need a process group"):
-            first.get_fwd_send_ops(mb)
-    warning = "stage 0 sends tensors 0 and 1, which share memory here"
-    assert caplog.text.count(warning) == (not apart)
-
-
 def test_the_ends_have_nothing_to_exchange() -> None:
     first, last = make_stages(make_modules(2))
     assert first.get_fwd_recv_ops(0) == [] == first.get_bwd_send_ops(0)

@@ -11,7 +11,6 @@ set_local_bwd_input(grads, mb)  ◄─    get_local_bwd_output(mb)
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
@@ -21,12 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import StageError
-from penstock.stage.boundary import BoundarySpec, TensorMeta, describe, sharing_memory
+from penstock.stage.boundary import BoundarySpec, TensorMeta, describe
 from penstock.stage.stage import MicrobatchState, Stage
 
 __all__ = ["ExchangingStage", "ManualState", "Phase"]
-
-_log = logging.getLogger(__name__)
 
 
 class Phase(Enum):
@@ -56,7 +53,6 @@ class ExchangingStage(Stage):
     group: dist.ProcessGroup | None
     stage_index_to_group_rank: dict[int, int]
     _states: dict[int, ManualState]
-    _has_warned = False
 
     def _state(self, chunk_id: int) -> ManualState:
         if chunk_id < 0 or (self.chunks is not None and chunk_id >= self.chunks):
@@ -100,7 +96,11 @@ class ExchangingStage(Stage):
         return self._p2p(dist.irecv, state.received, -1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends of the microbatch's outputs; empty on the last stage."""
+        """Sends of the microbatch's outputs; empty on the last stage.
+
+        Messages carry no metadata: outputs that share memory here arrive as separate tensors, so
+        clone one if the next stage writes into the other.
+        """
         if self.is_last:
             return []
         state = self._state(fwd_chunk_id)
@@ -109,14 +109,6 @@ class ExchangingStage(Stage):
                 "nothing to send; run forward_one_chunk() first, and send once", state
             )
         to_send, state.to_send = state.to_send, None
-        shared = () if self._has_warned else sharing_memory(to_send)
-        if shared:  # messages by hand carry no metadata
-            self._has_warned = True
-            _log.warning(
-                "stage %d sends tensors %d and %d, which share memory here and arrive as separate "
-                "tensors: return a clone of one if the next stage writes into the other",
-                *(self.stage_index, *shared[0]),
-            )
         return self._p2p(dist.isend, to_send, 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:

@@ -36,7 +36,7 @@ from penstock.stage.dtensor import (
     local_part,
 )
 
-__all__ = ["BoundarySpec", "TensorMeta", "describe", "sharing_memory", "static_spec"]
+__all__ = ["BoundarySpec", "TensorMeta", "describe", "static_spec"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,10 +272,10 @@ def describe(output: Any) -> BoundarySpec:
             )
     described = (TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return BoundarySpec(tree, tuple(described), sharing_memory(tensors))
+    return BoundarySpec(tree, tuple(described), _sharing_memory(tensors))
 
 
-def sharing_memory(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+def _sharing_memory(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     """The pairs of tensors, by index, that share a storage."""
     if len(tensors) < 2:
         return ()
