@@ -417,7 +417,6 @@ def function_cases() -> dict[str, Case]:
         "custom function": of(
             custom_function, x(3, 4), in_i=("w",), w=weight(4), l=nn.Linear(4, 4)
         ),
-        "inner gradient, kept": of(inner_gradient, x(3, 4), l=nn.Linear(4, 4)),
         "torch.func.grad": of(func_grad, x(3, 4), exact=False, in_i=linear, l=nn.Linear(4, 4)),
         "torch.func.vjp": of(func_vjp, x(3, 4), exact=False, in_i=linear, l=nn.Linear(4, 4)),
         "torch.func.jacrev": of(
@@ -552,12 +551,6 @@ class Stops(torch.autograd.Function):
 
 def custom_function(m: Calls, t: Tensor) -> Tensor:
     return m.l(Scale.apply(t, m.w))
-
-
-def inner_gradient(m: Calls, t: Tensor) -> Tensor:
-    probe = t.detach().requires_grad_()
-    (slope,) = torch.autograd.grad(m.l(probe).square().sum(), probe)
-    return m.l(t) * slope
 
 
 def func_grad(m: Calls, t: Tensor) -> Tensor:

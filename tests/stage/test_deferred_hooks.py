@@ -375,7 +375,7 @@ def test_an_input_changed_after_the_forward_is_refused() -> None:
 def test_second_derivatives_inside_a_transform_are_refused() -> None:
     """The results lie outside of the transform, where weights were deferred."""
     linear, t = nn.Linear(3, 1), x(2, 3)
-    with pytest.raises(CannotDeferError, match="create_graph"), DeferredGrads():
+    with pytest.raises(CannotDeferError, match=r"autograd\.grad inside"), DeferredGrads():
         out = linear(t).square()
         torch.vmap(lambda v: torch.autograd.grad(out, t, v, create_graph=True)[0])(
             torch.ones(1, *out.shape)
@@ -391,7 +391,7 @@ def test_second_derivatives_are_refused(order: str) -> None:
 
     t, work = x(2, 3), DeferredGrads()
     if order == "in the forward":
-        with pytest.raises(CannotDeferError, match="create_graph"), work:
+        with pytest.raises(CannotDeferError, match=r"autograd\.grad inside"), work:
             slope(linear(t).square(), t)
         return
     with work:
@@ -401,11 +401,12 @@ def test_second_derivatives_are_refused(order: str) -> None:
         torch.autograd.backward((loss,), (torch.ones_like(loss),))
 
 
-def test_a_gradient_with_respect_to_a_parameter_is_refused() -> None:
-    linear = nn.Linear(3, 1)
-    said = "with respect to a parameter .*pass defers_weights=False to this PipelineStage"
+@pytest.mark.parametrize("of_weight", [False, True])
+def test_gradients_inside_the_forward_are_refused(of_weight: bool) -> None:
+    linear, t = nn.Linear(3, 1), x(2, 3)
+    said = r"autograd\.grad inside the stage.*pass defers_weights=False to this PipelineStage"
     with pytest.raises(CannotDeferError, match=said), DeferredGrads():
-        torch.autograd.grad(linear(x(2, 3)).sum(), linear.weight)
+        torch.autograd.grad(linear(t).sum(), linear.weight if of_weight else t)
     with (
         pytest.raises(CannotDeferError, match=r"backward\(\) inside the forward"),
         DeferredGrads(),

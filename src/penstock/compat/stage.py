@@ -79,8 +79,8 @@ class PipelineStage(ExchangingStage):
             returns this rank's mesh with these dimensions. If None, the mesh is taken from a
             parameter of the module.
         defers_weights: whether I defers weight gradients to W in schedules that split the backward.
-            Pass False for a module that differentiates with respect to its parameters in its own
-            forward; I then computes all gradients. Also settable on the stage.
+            Pass False for a module that takes gradients in its own forward; I then computes all
+            gradients. Also settable on the stage.
 
     Attributes:
         stage_index_to_group_rank: the group rank of each stage, for manual messages. Round-robin

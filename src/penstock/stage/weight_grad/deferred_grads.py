@@ -88,8 +88,7 @@ class DeferredGrads(TorchFunctionMode):
             them are held back, since hooks must see one gradient, that of all uses.
 
     Raises:
-        CannotDeferError: (in the forward) the module differentiates with ``create_graph=True``,
-            or with respect to a parameter, inside its own forward.
+        CannotDeferError: the module calls ``torch.autograd.grad`` or ``backward()`` in its forward.
     """
 
     def __init__(
@@ -237,16 +236,6 @@ class DeferredGrads(TorchFunctionMode):
                 if any(grad is not None and grad.requires_grad for grad in record[5]):
                     refuse("autograd.grad(create_graph=True) on the outputs")
                 record[5].clear()
-
-    def unrecorded(self, call: Callable[[], Any]) -> Any:
-        """Run ``call``, a differentiation inside the forward, without a trace in the records."""
-        before = [(record, len(record[5]) if record else 0) for record in self.records]
-        result = call()
-        self.records = [record for record, _ in before]
-        for record, length in before:
-            if record:
-                del record[5][length:]
-        return result
 
     # --- undeferred parameters ---------------------------------------------------------------
 

@@ -205,19 +205,11 @@ def embedding(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -
 
 
 def differentiate(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.autograd.grad`` inside a forward, or ``torch.func.grad``; right without a graph."""
-    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    outputs, inputs = (
-        [given[name]] if isinstance(given[name], Tensor) else given[name] for name in names[:2]
-    )
-    if all(map(in_transform, outputs)):
-        return func(*args, **kwargs)
-    if given.get("create_graph"):
-        refuse("autograd.grad(create_graph=True) inside the forward")
-    if any(deferred.weight(value) is not None for value in inputs):
-        refuse("autograd.grad with respect to a parameter inside the forward")
-    return deferred.unrecorded(lambda: in_mode(deferred, func, args, kwargs))
+    """``torch.autograd.grad`` in a module: refused, unless ``torch.func`` calls it."""
+    outputs = args[0] if args else kwargs["outputs"]
+    if not all(map(in_transform, [outputs] if isinstance(outputs, Tensor) else outputs)):
+        refuse("autograd.grad inside the stage")
+    return func(*args, **kwargs)
 
 
 def backward(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
