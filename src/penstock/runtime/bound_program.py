@@ -65,12 +65,14 @@ class BoundProgram:
         self._streams = streams
         self._is_single_process = len(transports) == program.num_ranks
         placement = program.placement
-        # With several copies of the model, the first copy's ranks broadcast.
-        self._entry_ranks = [placement.rank_of(stage) for stage in placement.entries]
-        self._exit_ranks = [placement.rank_of(stage) for stage in placement.exits]
         rank, alone = transports[0].rank, self._is_single_process
-        self._is_first = alone or rank == self._entry_ranks[0]
-        self._enters = alone or rank in self._entry_ranks
+        # With several copies of the model, the first copy's ranks broadcast.
+        self._entry_ranks, self._exit_ranks = (
+            [rank if alone else placement.rank_of(stage) for stage in stages]
+            for stages in (placement.entries, placement.exits)
+        )
+        self._is_first = rank == self._entry_ranks[0]
+        self._enters = rank in self._entry_ranks
         self._device = next(iter(stages.values())).device
         self._needs_target = train and needs_target(config.loss_fn)
         self._known_shapes: set[int] = set()
@@ -112,7 +114,7 @@ class BoundProgram:
         kwargs = () if self._is_first else step.kwargs
         conditions = condition_id(self._stages.values(), self._device, kwargs, number)
         inputs = 0
-        if self._enters and len(self._entry_ranks) > 1:
+        if self._enters and len(set(self._entry_ranks)) > 1:
             assert step.args is not None
             inputs = inputs_id(step.args, step.kwargs, number)
         me, stages = self._transports[0].rank, self._stages.values()
@@ -133,9 +135,7 @@ class BoundProgram:
             self._elsewhere.complete(step, facts, self._stages[first])
         # Drawn on every rank, so that the generators stay alike; the first rank's counts.
         seed = draw_step_seed() if self.train and self._config.microbatch_rng else 0
-        sent = [seed, *ids]
-        if not self._is_single_process:
-            sent = transport.broadcast_ints(sent, self._entry_ranks[0])
+        sent = transport.broadcast_ints([seed, *ids], self._entry_ranks[0])
         step.seed, *step.shape_ids = sent
         is_new = not self._known_shapes.issuperset(step.shape_ids)
         forget = is_new and len(self._known_shapes) >= MAX_SHAPES
@@ -179,10 +179,7 @@ class BoundProgram:
         """
         for runner in self.runners.values():
             runner.end()
-        losses, dtype = step.losses, step.loss_dtype
-        if self._is_single_process:
-            return None if losses is None else losses.to(dtype)
-        (transport,) = self._transports
+        losses, dtype, transport = step.losses, step.loss_dtype, self._transports[0]
         if self._exchanges_outputs(step.keep_outputs) and transport.rank in self._exit_ranks:
             _exchange_outputs(step, self.program, transport, self._device)
         if self._config.loss_fn is None:

@@ -250,10 +250,8 @@ class Engine:
             "the first call": call,
             "the cut of the model": self.layout,
         }
-        if not self._is_single_process:
-            inputs = inputs_digest(step.args, step.kwargs)
-            shown = {"the program": f"{program.name} {text}"}
-            check_consistent(facts, self._transport, shown, inputs)
+        shown = {"the program": f"{program.name} {text}"}
+        check_consistent(facts, self._transport, shown, inputs_digest(step.args, step.kwargs))
         self._shared_params.broadcast_values()
         self._agreed = True
 
