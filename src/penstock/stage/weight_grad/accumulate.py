@@ -222,11 +222,6 @@ def matmul(saved: Tensor, row_major: bool, weights: Weights, grad: Tensor) -> We
     return _with_bias(w_grad, weights, grad_MN)
 
 
-def left_matmul(saved: Tensor, row_major: bool, weights: Weights, grad: Tensor) -> WeightGrads:
-    """``w_MK @ x_KN``."""
-    return (grad.mm(saved.t()) if row_major else saved.mm(grad.t()).t(),)
-
-
 def batched_matmul(saved: Tensor, _: Any, weights: Weights, grad: Tensor) -> WeightGrads:
     """``x_BMK @ w_BKN``, or ``b + x_BMK @ w_BKN`` with ``b`` as the second weight."""
     return _with_bias(saved.transpose(1, 2).bmm(grad), weights, grad)

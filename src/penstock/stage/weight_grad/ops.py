@@ -111,12 +111,10 @@ def linear(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> A
 
 
 def product(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``x @ w``, ``w @ x``, ``mm``, ``bmm``; ``addmm`` and ``baddbmm`` without scale factors."""
+    """``x @ w``, ``mm``, ``bmm``; ``addmm`` and ``baddbmm`` without scale factors."""
     if kwargs or not 2 <= len(args) <= 3:
         return generic(deferred, func, args, kwargs)
-    *added, left, right = args
-    is_left = deferred.weight(right) is None
-    x, w = (right, left) if is_left else (left, right)
+    *added, x, w = args
     weights = weights_of(deferred, x, w, *added)
     if weights is None:
         return generic(deferred, func, args, kwargs)
@@ -124,10 +122,6 @@ def product(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> 
     detached = w.detach()
     row_major = detached.is_contiguous()
     biases = [b.detach() for b in added]
-    if is_left:
-        if added or not x.dim() == w.dim() == 2:
-            return generic(deferred, func, args, kwargs)
-        return deferred.record(func(detached, x), formulas.left_matmul, weights, x, row_major)
     if w.dim() == 2 and x.dim() >= 2:
         rows = as_matrix(x)
         y = deferred.record(
