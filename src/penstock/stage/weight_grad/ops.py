@@ -135,24 +135,19 @@ def product(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> 
 
 # --- convolutions --------------------------------------------------------------------------------
 
-# Function → (spatial dimensions, transposed).
-CONVS: dict[Func, tuple[int, bool]] = {
-    **{getattr(torch, f"conv{dims}d"): (dims, False) for dims in (1, 2, 3)},
-    **{getattr(torch, f"conv_transpose{dims}d"): (dims, True) for dims in (1, 2, 3)},
-    **{getattr(aten, f"conv{dims}d").default: (dims, False) for dims in (1, 2, 3)},
-    aten.conv_transpose1d.default: (1, True),
-    aten.conv_transpose2d.input: (2, True),
-    aten.conv_transpose3d.input: (3, True),
+# Function → spatial dimensions. Transposed convolutions take proxies.
+CONVS: dict[Func, int] = {
+    **{getattr(torch, f"conv{dims}d"): dims for dims in (1, 2, 3)},
+    **{getattr(aten, f"conv{dims}d").default: dims for dims in (1, 2, 3)},
 }
-FORWARD = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-TRANSPOSED = (*FORWARD[:5], "output_padding", "groups", "dilation")
-DEFAULTS = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
+PARAMETERS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
 
 def conv(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``F.conv2d(x, w, b, ...)`` and the like, of a batch, with padding in numbers."""
-    dims, transposed = CONVS[func]
-    given = dict(zip(TRANSPOSED if transposed else FORWARD, args, strict=False)) | kwargs
+    dims = CONVS[func]
+    given = dict(zip(PARAMETERS, args, strict=False)) | kwargs
     x, w, b = given.pop("input"), given.pop("weight"), given.pop("bias", None)
     weights = weights_of(deferred, x, w, b)
     options = DEFAULTS | given
@@ -173,8 +168,8 @@ def conv(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any
         detached,
         None if b is None else list(b.shape),
         *(sizes[name] for name in ("stride", "padding", "dilation")),
-        transposed,
-        sizes["output_padding"],
+        False,
+        [0] * dims,
         options["groups"],
         [False, True, b is not None],
     )
