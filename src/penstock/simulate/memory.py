@@ -16,7 +16,7 @@ next computation. The curve over time follows from simulated times, and is never
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TypeAlias, assert_never
@@ -128,20 +128,6 @@ class StageMemory:
                 freed -= change
         return taken, freed
 
-    def of_ranks(
-        self, ranks: Sequence[Sequence[Step]]
-    ) -> Iterator[tuple[float, list[tuple[Step, float, float]]]]:
-        """For each rank the memory held throughout, and its steps with their ``changes``."""
-        acts = [act for steps in ranks for step in steps for act in step.parts]
-        recomputed = {(act.stage, act.microbatch) for act in acts if act.op is Op.RECOMPUTE}
-        backward = any(act.op in BACKWARDS for act in acts)
-        for steps in ranks:
-            stages = {act.stage for step in steps for act in step.parts} if self.resident else ()
-            yield (
-                sum((self.resident[stage] for stage in stages), 0.0),
-                [(step, *self.changes(step, recomputed, backward=backward)) for step in steps],
-            )
-
 
 def peaks(program: Program, memory: StageMemory) -> tuple[float, ...]:
     """The peak memory of each rank, from the order of its steps, with or without transfers.
@@ -149,22 +135,9 @@ def peaks(program: Program, memory: StageMemory) -> tuple[float, ...]:
     An offloaded activation counts until the end of the rank's next computation, during which it is
     copied.
     """
-    found = []
-    for held, steps in memory.of_ranks(program.ranks):
-        peak, leaving = held, 0.0
-        for step, taken, freed in steps:
-            held += taken
-            op = step.parts[0].op
-            if op is Op.OFFLOAD:
-                leaving += freed
-                continue
-            if op in COMPUTE:
-                freed, leaving = freed + leaving, 0.0
-            # W may hold more memory than F left.
-            peak = max(peak, held, held - freed)
-            held -= freed
-        found.append(peak)
-    return tuple(found)
+    times = [range(1 + sum(len(step.parts) for step in steps)) for steps in program.ranks]
+    curves = memory_curves(program.ranks, memory, times, [each[1:] for each in times])
+    return tuple(max(held for _, held in curve) for curve in curves)
 
 
 def peak_in_flight(program: Program) -> tuple[int, ...]:
@@ -195,24 +168,30 @@ def memory_curves(
         allocation at the same time is one point. An allocation followed by a free stays two points,
         so that the highest point is the peak.
     """
+    acts = [act for steps in ranks for step in steps for act in step.parts]
+    recomputed = {(act.stage, act.microbatch) for act in acts if act.op is Op.RECOMPUTE}
+    backward = any(act.op in BACKWARDS for act in acts)
     curves = []
-    for (held, steps), begun, ended in zip(memory.of_ranks(ranks), starts, ends, strict=True):
+    for steps, begun, ended in zip(ranks, starts, ends, strict=True):
+        stages = {act.stage for step in steps for act in step.parts} if memory.resident else ()
+        held = sum((memory.resident[stage] for stage in stages), 0.0)
         changes: list[tuple[float, float]] = []
         # The end of the copy and the memory of activations on their way to the host.
         leaving: list[tuple[float, float]] = []
         first, now = 0, 0.0
-        for step, taken, freed in steps:
+        for step in steps:
+            taken, freed = memory.changes(step, recomputed, backward=backward)
             stop, op = first + len(step.parts), step.parts[0].op
             if taken:
                 # The copy back may wait for others, after its memory is allocated.
                 changes.append((now if op is Op.RELOAD else begun[first], taken))
             if op is Op.OFFLOAD:
                 leaving.append((ended[first], freed))
-            elif freed:
-                changes.append((ended[stop - 1], -freed))
-            if op in COMPUTE:
+            elif op in COMPUTE:
                 now = ended[stop - 1]
                 changes += [(max(copied, now), -size) for copied, size in leaving]
+                if freed:
+                    changes.append((now, -freed))
                 leaving = []
             first = stop
         changes += [(copied, -size) for copied, size in leaving]
