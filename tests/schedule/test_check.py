@@ -17,7 +17,7 @@ from penstock.schedule.passes import forward_only, lower, merge_backward
 from penstock.schedule.placement import linear
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import COMPUTE, COVERS
-from penstock.schedule.text import parse_csv
+from penstock.schedule.text import parse_action, parse_csv
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulation import simulate
 from tests.programs import computed_programs
@@ -235,14 +235,12 @@ def test_an_action_needs_its_microbatch_and_a_whole_stage_takes_none() -> None:
     ]
 
 
-def test_a_block_holds_computation() -> None:
-    steps = (Overlap(parts=()), Overlap(parts=(action(0, Op.FORWARD, 0), action(0, Op.SEND_F, 0))))
+@pytest.mark.parametrize("block", ["", "0F0;0SEND_F0", "0F0;0F1", "0B0;0B1", "0F0;0I1;0W1"])
+def test_a_block_holds_a_forward_and_a_backward(block: str) -> None:
+    steps = (Overlap(parts=tuple(map(parse_action, filter(None, block.split(";"))))),)
     program = Program(name="x", placement=linear(1), num_microbatches=1, ranks=(steps,))
     assert [str(problem) for problem in problems(program)] == [
-        "rank 0, step 0 (()OVERLAP_F_B): an overlapped pair holds computation, "
-        "and this has no actions",
-        "rank 0, step 1 ((0F0;0SEND_F0)OVERLAP_F_B): an overlapped pair holds computation, "
-        "and this has 0SEND_F0",
+        f"rank 0, step 0 (({block})OVERLAP_F_B): an overlapped pair is one forward and one backward"
     ]
 
 

@@ -31,6 +31,7 @@ from penstock.runtime.shape_ids import (
 )
 from penstock.runtime.stage_runner import Neighbor, StageRunner
 from penstock.runtime.step import StepState
+from penstock.schedule.action import Overlap
 from penstock.schedule.channels import acknowledgements
 from penstock.schedule.check import global_order
 from penstock.schedule.program import CheckedProgram, Program
@@ -251,7 +252,7 @@ class BoundProgram:
             return self._dual_streams.add_prologues(steps, bound, program.placement)
         found: list[BoundAction] = []
         for step, parts in zip(steps, bound, strict=True):
-            if self._pair_function is not None and overlap.can_overlap(step):
+            if self._pair_function is not None and isinstance(step, Overlap):
                 found += overlap.bind_pair(self._pair_function, step, parts)
             else:
                 found += [each for part in parts for each in part]

@@ -21,23 +21,17 @@ from torch import Tensor
 
 from penstock.errors import StageError
 from penstock.runtime.executor import BoundAction
-from penstock.schedule.action import Op, Step
+from penstock.schedule.action import Op, Overlap, Step
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.rules import BACKWARDS, TRANSFERS
 from penstock.stage.device_streams import DeviceStreams, Stream
 
 __all__ = ["DualStreams", "PairFunction", "StreamOrder", "assign_streams", "bind_pair"]
-__all__ += ["can_overlap", "takes_streams"]
+__all__ += ["takes_streams"]
 
 PairFunction: TypeAlias = Callable[..., Any]
 """``function(pair, forward, backward)``: the step, and a callable for each of its parts."""
-
-
-def can_overlap(step: Step) -> bool:
-    """True for a forward and a backward."""
-    kinds = {part.op for part in step.parts}
-    return len(step.parts) == 2 and Op.FORWARD in kinds and bool(kinds & BACKWARDS)
 
 
 def takes_streams(program: Program) -> bool:
@@ -71,7 +65,7 @@ def assign_streams(
             if action.op is Op.FORWARD:
                 local = placement.stages_of(placement.rank_of(action.stage))
                 stream = local.index(action.stage) % 2
-                if can_overlap(step):
+                if isinstance(step, Overlap):
                     stream = 1 - found[backwards[0]]
                 found[action.stage, action.microbatch] = stream
     return found
@@ -106,7 +100,7 @@ class DualStreams:
         stream_of = assign_streams(steps, placement)
         found: list[BoundAction] = []
         for step, parts in zip(steps, bound, strict=True):
-            in_pair = can_overlap(step)
+            in_pair = isinstance(step, Overlap)
             for action, actions in zip(step.parts, parts, strict=True):
                 stream = stream_of.get((action.stage, action.microbatch), 0)
                 order = StreamOrder.FORK if in_pair else StreamOrder.JOIN

@@ -20,7 +20,7 @@ from penstock.schedule.action import Action, Op, Overlap, Step, action
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.rules import (
-    COMPUTE,
+    BACKWARDS,
     COVERS,
     IN_SEQUENCE,
     RECEIVE_FOR,
@@ -278,12 +278,17 @@ def _index_rank(
     for step in steps:
         if isinstance(step, Action):
             queue.append(next(following))
-        elif step.parts and COMPUTE.issuperset([act.op for act in step.parts]):
+        elif _is_pair(step):
             queue.append(~len(overlapped))
             overlapped.append(tuple(islice(following, len(step.parts))))
         else:
             return None
     return queue
+
+
+def _is_pair(step: Overlap) -> bool:
+    ops = [act.op for act in step.parts]
+    return len(ops) == 2 and Op.FORWARD in ops and not BACKWARDS.isdisjoint(ops)
 
 
 def faults(program: Program) -> Iterator[Problem]:
@@ -297,9 +302,8 @@ def faults(program: Program) -> Iterator[Problem]:
 
 def _fault_of(step: Step, rank: int, program: Program) -> str | None:
     stages = program.placement.stages_of(rank)
-    others = ", ".join(str(act) for act in step.parts if act.op not in COMPUTE)
-    if isinstance(step, Overlap) and (others or not step.parts):
-        return f"an overlapped pair holds computation, and this has {others or 'no actions'}"
+    if isinstance(step, Overlap) and not _is_pair(step):
+        return "an overlapped pair is one forward and one backward"
     for act in step.parts:
         if act.stage not in stages:
             return f"stage {act.stage} is not among the stages of rank {rank}: {runs_of(stages)}"

@@ -23,9 +23,9 @@ Each argument gives a bound per rank; the greatest one counts:
   fit, each frees its place after that time at the earliest, so forwards run in rounds of K; and all
   but K of the W precede the last F, and so the last I.
 
-The bounds hold for every program with these stages on these ranks whose overlapped pairs consist of
-one forward and one backward. With costs of overlap, each action counts with its least cost in any
-such pair. MEMORY holds for programs that neither offload nor recompute.
+The bounds hold for every program with these stages on these ranks. With costs of overlap, each
+action counts with its least cost in any pair. MEMORY holds for programs that neither offload nor
+recompute.
 """
 
 from __future__ import annotations

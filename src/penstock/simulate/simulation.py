@@ -9,7 +9,6 @@ from itertools import compress
 from operator import sub
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Op
 from penstock.schedule.index import index_program
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rules import COMPUTE
@@ -156,15 +155,8 @@ class Simulation:
         return tuple(max((held for _, held in curve), default=0.0) for curve in self.memory)
 
     @cached_property
-    def bounds(self) -> LowerBounds | None:
-        """Lower bounds on any program of these stages, costs and microbatches.
-
-        The bounds hold for programs whose overlapped pairs consist of a forward and a backward.
-        None for a program with other pairs if ``costs.overlap`` is given.
-        """
-        pairs = () if self.costs.overlap is None else self.program.overlapped_pairs
-        if any(sorted(a.op is Op.FORWARD for a in pair.parts) != [False, True] for pair in pairs):
-            return None
+    def bounds(self) -> LowerBounds:
+        """Lower bounds on any program of these stages, costs and microbatches."""
         return lower_bounds(
             self.costs,
             self.program.placement,
