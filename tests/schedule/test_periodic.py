@@ -1,5 +1,6 @@
 """Periodic patterns and their list schedules, by laws and by small examples."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -10,9 +11,8 @@ from penstock.errors import ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.families.common import program_of
 from penstock.schedule.families.periodic import PeriodicPattern, chain_pattern
-from penstock.schedule.list_schedule import Scheduled, actions_of, list_schedule
+from penstock.schedule.list_schedule import actions_of, list_schedule
 from penstock.schedule.placement import Placement, linear, looped, v_shape, wave
-from penstock.simulate.costs import Costs
 from penstock.simulate.memory import peak_in_flight
 from penstock.simulate.simulation import simulate
 
@@ -64,8 +64,8 @@ def test_every_action_of_a_pattern_starts_after_its_prerequisites(
         assert pattern.starts[after] >= pattern.starts[before] + lasts
 
 
-def text_of(scheduled: Scheduled, rank: int) -> str:
-    return " ".join(map(str, actions_of(linear(2), scheduled.order, microbatches=3)[rank]))
+def text_of(order: Sequence[Sequence[int]], rank: int) -> str:
+    return " ".join(map(str, actions_of(linear(2), order, microbatches=3)[rank]))
 
 
 def own_peak(order: list[int], stages: int) -> int:
@@ -87,7 +87,7 @@ COST = st.sampled_from([0.5, 1.0, 2.0, 3.0])
     spare=st.sampled_from([None, 0, 1, 2]),
     costs=st.tuples(COST, COST, COST),
 )
-def test_scheduled_orders_are_valid_stay_in_the_limit_and_take_the_time_that_is_said(
+def test_scheduled_orders_are_valid_and_stay_in_the_limit(
     made: tuple[Placement, PeriodicPattern, bool],
     microbatches: int,
     more: int,
@@ -106,15 +106,9 @@ def test_scheduled_orders_are_valid_stay_in_the_limit_and_take_the_time_that_is_
         spare=spare,
         costs=(forward, input_grad, weight_grad),
     )
-    program = program_of("scheduled", placement, microbatches, scheduled.order, full=full)
+    program = program_of("scheduled", placement, microbatches, scheduled, full=full)
     check(program)
     assert max(peak_in_flight(program)) <= limit
-    result = simulate(
-        program, Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
-    )
-    # Played again, no step can come later than it was scheduled to.
-    assert result.makespan <= scheduled.makespan
-    assert result.span <= scheduled.span or result.makespan < scheduled.makespan
 
 
 def test_idle_time_is_filled_by_forwards_of_later_then_by_weight_gradients() -> None:
@@ -123,11 +117,12 @@ def test_idle_time_is_filled_by_forwards_of_later_then_by_weight_gradients() -> 
     assert text_of(strict, 0) == "0F0 0I0 0F1 0W0 0I1 0F2 0W1 0I2 0W2"
     filled = list_schedule(linear(2), orders, limit=3, spare=0)
     assert text_of(filled, 0) == "0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2"
-    assert filled.makespan < strict.makespan
+    programs = [program_of("scheduled", linear(2), 3, order) for order in (filled, strict)]
+    assert simulate(programs[0]).makespan < simulate(programs[1]).makespan
     # With room for two alone, the third forward comes when a weight gradient has made some.
     tight = list_schedule(linear(2), orders, limit=2, spare=0)
     assert text_of(tight, 0).startswith("0F0 0F1 0I0 0W0")
-    assert peak_in_flight(program_of("scheduled", linear(2), 3, tight.order)) == (2, 2)
+    assert peak_in_flight(program_of("scheduled", linear(2), 3, tight)) == (2, 2)
 
 
 def test_late_messages_are_waited_for() -> None:

@@ -30,7 +30,6 @@ __all__ = [
     "ListScheduler",
     "PerStage",
     "Policy",
-    "Scheduled",
     "actions_of",
     "kind_needs",
     "list_schedule",
@@ -191,15 +190,6 @@ class ListScheduler:
         return end
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scheduled:
-    """A scheduled order, with its makespan and the longest span of a rank."""
-
-    order: Sequence[Sequence[int]]
-    makespan: float
-    span: float
-
-
 def list_schedule(
     placement: Placement,
     orders: Sequence[Sequence[int]],
@@ -211,7 +201,7 @@ def list_schedule(
     costs: tuple[PerStage, PerStage, PerStage] | None = None,
     delay: Callable[[int, int], float] | None = None,
     within: float = inf,
-) -> Scheduled:
+) -> Sequence[Sequence[int]]:
     """Close the idle time in orders of forwards and backwards, within a memory limit.
 
     V-Half, P = 2, M = 3, rank 0, the order of its pattern and the list schedule:
@@ -233,7 +223,7 @@ def list_schedule(
         overtake: True if backwards may run out of order, to complete an order beyond the limit.
         costs: of forwards, input gradients and weight gradients, per stage; 1 each by default.
         delay: the travel time between two stages; none by default.
-        within: a span of a rank at which to give up, with no order and an infinite makespan.
+        within: a span of a rank at which to give up, without an order.
 
     Raises:
         ScheduleError: the orders don't fit within the limit.
@@ -242,7 +232,7 @@ def list_schedule(
 
     Examples:
         >>> from penstock.schedule.placement import linear
-        >>> list_schedule(linear(1), [[0, 1, 0, 1]], limit=2).order
+        >>> list_schedule(linear(1), [[0, 1, 0, 1]], limit=2)
         [[0, 1, 0, 1, 2, 2]]
     """
     stages = placement.num_stages
@@ -267,15 +257,11 @@ def list_schedule(
         _InOrder(scheduler, ranks, durations, stages, full, limit, spare, overtake, within)
     )
     if scheduler.stop:
-        return Scheduled(order=(), makespan=inf, span=inf)
+        return ()
     stuck = [rank for rank, mine in enumerate(ranks) if mine.next < len(mine.queue)]
     if stuck:
         raise ScheduleError(f"ranks {stuck} can't follow their orders within {limit} activations")
-    return Scheduled(
-        order=scheduler.order,
-        makespan=max(scheduler.free),
-        span=max(end - mine.began for end, mine in zip(scheduler.free, ranks, strict=True)),
-    )
+    return scheduler.order
 
 
 class _RankOrder:

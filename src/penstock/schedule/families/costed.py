@@ -135,8 +135,8 @@ class CostedStep:
             delay=self._delay,
             within=self.span,
         )
-        if found.order:
-            self.add(found.order)
+        if found:
+            self.add(found)
 
     def add_urgent(self, *, forwards: float, weights: float, weight_share: float = 1.0) -> None:
         """Add an order by list scheduling: input gradients first, then forwards, weights last.

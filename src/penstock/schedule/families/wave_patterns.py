@@ -143,10 +143,8 @@ def _v_program(
         gaps += [turn, *[leg] * (ranks - 1)]
     pattern = chain_pattern(placement, gaps=gaps, period=6, full=full)
     orders = pattern.orders(placement, microbatches=microbatches)
-    scheduled = list_schedule(
-        placement, orders, limit=limit, full=full, spare=spare, overtake=overtake
-    )
-    program = program_of(name, placement, microbatches, scheduled.order, full=full)
+    order = list_schedule(placement, orders, limit=limit, full=full, spare=spare, overtake=overtake)
+    program = program_of(name, placement, microbatches, order, full=full)
     if not costs:
         return program
     step = CostedStep(name, placement, microbatches, limit, full=full, **costs)
@@ -177,10 +175,10 @@ def hanayo(*, ranks: int, microbatches: int, virtual: int, waves: int | None = N
     pattern = chain_pattern(placement, gaps=gaps, period=6 * waves, full=True)
     orders = pattern.orders(placement, microbatches=group)
     # The order of one group: ready actions, by their time in the pattern.
-    once = list_schedule(placement, orders, limit=limit, full=True, spare=0, overtake=True).order
+    once = list_schedule(placement, orders, limit=limit, full=True, spare=0, overtake=True)
     repeated = [_repeated(kinds, group, microbatches) for kinds in once]
-    scheduled = list_schedule(placement, repeated, limit=limit, full=True, spare=0)
-    return program_of("hanayo", placement, microbatches, scheduled.order, full=True)
+    order = list_schedule(placement, repeated, limit=limit, full=True, spare=0)
+    return program_of("hanayo", placement, microbatches, order, full=True)
 
 
 def _repeated(kinds: Sequence[int], group: int, microbatches: int) -> list[int]:
