@@ -6,7 +6,7 @@ can fail is shown too: with any of the orders left out, it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from penstock import Pipeline, Program, StageError, build
 from penstock.runtime.executor import BoundAction
-from penstock.runtime.overlap import DualStreams, StreamOrder, assign_streams, can_overlap
-from penstock.schedule.action import Op
+from penstock.runtime.overlap import DualStreams, assign_streams
+from penstock.schedule.action import Op, Overlap
 from penstock.schedule.passes import offload, recompute
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import parse_csv
@@ -71,7 +71,7 @@ def test_without_pairs_or_the_option_there_is_one_stream(
 @given(program=computed_programs(backward=True, max_microbatches=5))
 def test_any_program_overlaps_in_order(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pairs of one stage as well as of two, whole backwards and split ones."""
-    assume(any(can_overlap(step) for rank in program.ranks for step in rank))
+    assume(any(isinstance(step, Overlap) for rank in program.ranks for step in rank))
     train(program, monkeypatch, overlap=True)
 
 
@@ -110,18 +110,18 @@ def test_models_overlap_in_order(
 # --- the stand-in can fail ------------------------------------------------------------------------
 
 
-def without(order: StreamOrder) -> Callable[..., None]:
+def without(num_waiting: int) -> Callable[..., None]:
     enter = DualStreams._enter
 
-    def enter_without(self: DualStreams, stream: int, requested: StreamOrder) -> None:
-        enter(self, stream, StreamOrder.NONE if requested is order else requested)
+    def enter_without(self: DualStreams, stream: int, waiting: Sequence[int]) -> None:
+        enter(self, stream, () if len(waiting) == num_waiting else waiting)
 
     return enter_without
 
 
-@pytest.mark.parametrize("order", [StreamOrder.JOIN, StreamOrder.FORK])
-def test_an_order_left_out_is_found(order: StreamOrder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DualStreams, "_enter", without(order))
+@pytest.mark.parametrize("num_waiting", [1, 2])
+def test_a_wait_left_out_is_found(num_waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DualStreams, "_enter", without(num_waiting))
     with pytest.raises(Exception, match="waits for nothing"):
         train(build("dualpipev", ranks=1, microbatches=4), monkeypatch, overlap=True)
 
@@ -218,7 +218,7 @@ def test_a_microbatch_keeps_to_its_stream_and_pairs_take_both(program: Program) 
     for rank in program.ranks:
         dual = assign_streams(rank, program.placement)
         for step in rank:
-            if can_overlap(step):
+            if isinstance(step, Overlap):
                 assert {dual[act.stage, act.microbatch] for act in step.parts} == {0, 1}
     actions = [act for act in program.actions() if act.op in COMPUTE]
     assert {(act.stage, act.microbatch) for act in actions if act.op is Op.FORWARD} >= {

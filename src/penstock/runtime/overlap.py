@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from enum import Enum
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -27,8 +26,7 @@ from penstock.schedule.program import Program
 from penstock.schedule.rules import BACKWARDS, TRANSFERS
 from penstock.stage.device_streams import DeviceStreams, Stream
 
-__all__ = ["DualStreams", "PairFunction", "StreamOrder", "assign_streams", "bind_pair"]
-__all__ += ["takes_streams"]
+__all__ = ["DualStreams", "PairFunction", "assign_streams", "bind_pair", "takes_streams"]
 
 PairFunction: TypeAlias = Callable[..., Any]
 """``function(pair, forward, backward)``: the step, and a callable for each of its parts."""
@@ -71,14 +69,6 @@ def assign_streams(
     return found
 
 
-class StreamOrder(Enum):
-    """The synchronization before an action, in addition to its own stream's order."""
-
-    NONE = "none"
-    JOIN = "wait for the other stream"
-    FORK = "each stream waits for the other: a pair begins"
-
-
 class DualStreams:
     """Two streams for the actions of one process, entered around a step."""
 
@@ -103,22 +93,20 @@ class DualStreams:
             in_pair = isinstance(step, Overlap)
             for action, actions in zip(step.parts, parts, strict=True):
                 stream = stream_of.get((action.stage, action.microbatch), 0)
-                order = StreamOrder.FORK if in_pair else StreamOrder.JOIN
+                # The streams that wait for the other one: both where a pair begins.
+                waiting: tuple[int, ...] = (stream, 1 - stream) if in_pair else (stream,)
                 if action.op in TRANSFERS or (in_pair and action is not step.parts[0]):
-                    order = StreamOrder.NONE
+                    waiting = ()
                 for each in actions:
-                    found.append(replace(each, prologue=partial(self._enter, stream, order)))
-                    order = StreamOrder.NONE
+                    found.append(replace(each, prologue=partial(self._enter, stream, waiting)))
+                    waiting = ()
         return found
 
-    def _enter(self, number: int, order: StreamOrder) -> None:
-        stream, other = self._both[number], self._both[1 - number]
-        if order is not StreamOrder.NONE:
-            self._streams.follow(stream, other)
-            self._held[1 - number].clear()
-            if order is StreamOrder.FORK:
-                self._streams.follow(other, stream)
-                self._held[number].clear()
+    def _enter(self, number: int, waiting: Sequence[int]) -> None:
+        for each in waiting:
+            self._streams.follow(self._both[each], self._both[1 - each])
+            self._held[1 - each].clear()
+        stream = self._both[number]
         if self._now is not stream:
             self._streams.switch(stream)
             self._now = stream
