@@ -105,8 +105,7 @@ class PipelineSchedule:
     ) -> None:
         self._stages, self._group = stages, group_of(stages)
         self._engine: Engine | None = None
-        # By attribute, the order that replaces the program at its next use.
-        self._orders: dict[str, PipelineOrder] = {}
+        self._order: PipelineOrder | None = None  # replaces the program at its next use
         self.n_microbatches, self.scale_grads = n_microbatches, scale_grads
         self.has_loss = loss_fn is not None
         self.losses: Tensor | None = None
@@ -143,7 +142,7 @@ class PipelineSchedule:
             engine.run_pairs_by(self._pair_function)
         if self._engine is not None:
             self._engine.close()
-        self._engine, self._orders = engine, {}
+        self._engine, self._order = engine, None
         if group is not None:
             _num_made[group.group_name] += 1
         for stage in stages:
@@ -153,7 +152,7 @@ class PipelineSchedule:
 
     def _load_order(self) -> None:
         """Load the order that was set, or that of the class, if there is one."""
-        order = next(iter(self._orders.values()), None)
+        order = self._order
         if not order and self._engine is None:
             order = self._get_pipeline_order()
         if order:
@@ -216,9 +215,9 @@ class PipelineSchedule:
     @property
     def engine(self) -> Engine:
         """Runs the steps; a ScheduleError before a program is loaded."""
-        if self._orders or self._engine is None:
+        if self._order is not None or self._engine is None:
             self._load_order()
-        if self._engine is None or self._orders:
+        if self._engine is None or self._order is not None:
             raise ScheduleError(
                 f"this {type(self).__name__} has no program: take a class of a named schedule, set "
                 "pipeline_order, or let PipelineScheduleMulti._load_csv(path) read a program"
@@ -237,14 +236,13 @@ class PipelineSchedule:
         An order that is set replaces the program at its next use, and is checked as every program;
         later changes of it have no effect.
         """
-        if self._engine is None:
-            self._orders = self._orders or {"pipeline_order": {}}
-        order = self._orders.get("pipeline_order")
-        return order_of(self.engine.requested) if order is None else order
+        if self._engine is None and self._order is None:
+            self._order = {}
+        return order_of(self.engine.requested) if self._order is None else self._order
 
     @pipeline_order.setter
     def pipeline_order(self, order: PipelineOrder) -> None:
-        self._orders = {"pipeline_order": order}
+        self._order = order
 
     def _get_pipeline_order(self) -> PipelineOrder | None:
         """The order that a subclass makes once it is used; None for the program's."""

@@ -117,12 +117,11 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
     @property
     def pipeline_order_with_comms(self) -> PipelineOrder:
         """The executed steps of each rank, including sends and receives; may be set, too."""
-        order = self._orders.get("pipeline_order_with_comms")
-        return order_of(self.program) if order is None else order
+        return order_of(self.program)
 
     @pipeline_order_with_comms.setter
     def pipeline_order_with_comms(self, order: PipelineOrder) -> None:
-        self._orders = {"pipeline_order_with_comms": order}
+        self.pipeline_order = order
 
     def _prepare_schedule_with_comms(
         self, actions: PipelineOrder, format: Format = "compute_only"
