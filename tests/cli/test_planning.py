@@ -357,7 +357,7 @@ def test_the_name_of_a_schedule_goes_before_a_file_of_that_name(
         (["simulate", "1f1b", "--latency", "1-2=5,1-2=4"], "'1-2=5,1-2=4': an edge is given twice"),
         (["simulate", "1f1b", "--latency", "1-2=5,2-1=4"], "the edge (1, 2) is given twice"),
         (["simulate", "1f1b", "--latency", "1-3=5"], "(1, 3) is no edge"),
-        (["simulate", "1f1b", "--latency", "3-4=5"], "the edge (3, 4) leads to stage 4"),
+        (["simulate", "1f1b", "--latency", "3-4=5"], "the edge (3, 4) joins no neighbours"),
         (["simulate", "1f1b", "--latency", "1-2=nan"], "nan is not a finite number ≥ 0"),
         (["simulate", "1f1b", "--cost", "reload=1", "--cost", "reload=2"], "reload is given twice"),
         (

@@ -211,16 +211,17 @@ class Costs:
         Raises:
             ScheduleError: a cost for another number of stages, or for an edge that does not exist.
         """
+        stages = placement.num_stages
         for field in fields(self):
             if field.name in _SWITCHES or getattr(self, field.name) is None:
                 continue
-            value = self._fitting(field.name, placement.num_stages)
+            value = self._fitting(field.name, stages)
             for edge, _ in value.costs if isinstance(value, PerEdge) else ():
-                if placement.neighbour(edge[0], +1) != edge[1]:
+                if edge[1] >= stages or placement.neighbour(edge[0], +1) != edge[1]:
                     raise _wrong(
                         field.name,
-                        f": the edge {edge} leads from the last stage of one copy of the model to "
-                        "the first of the next; nothing is sent there",
+                        f": the edge {edge} joins no neighbours: the program's stages are 0 to "
+                        f"{stages - 1}, in {number_of(placement.num_directions, 'copy')}",
                     )
 
     def _fitting(self, name: str, num_stages: int) -> _Stored:
@@ -230,13 +231,6 @@ class Costs:
                 name,
                 f" has {number_of(len(value), 'number')}, but the program has "
                 f"{number_of(num_stages, 'stage')}; give one number for all stages, or one each",
-            )
-        if isinstance(value, PerEdge) and value.costs and value.costs[-1][0][1] >= num_stages:
-            edge = value.costs[-1][0]
-            raise _wrong(
-                name,
-                f": the edge {edge} leads to stage {edge[1]}, but the program's stages are 0 to "
-                f"{num_stages - 1}",
             )
         return value
 
