@@ -207,17 +207,11 @@ def _of_dataclass(cls: type[Any]) -> tuple[_Open, _Make]:
 _MISSING = object()
 
 
-def _is_same(left: Any, right: Any, *, made: bool = False) -> bool:
-    """True if two attributes agree: one object, or containers of the same objects.
+def _is_same(left: Any, right: Any, *, made: bool) -> bool:
+    """True if two attributes are one object, or equal plain values.
 
-    If the constructor has ``made`` them: tensors of one shape, and unknown objects of one class.
+    If the constructor has ``made`` them: also tensors of one shape, or other objects of one class.
     """
-    lefts, tree = optree.tree_flatten(left)
-    rights, other = optree.tree_flatten(right)
-    return tree == other and all(_same_leaf(a, b, made) for a, b in zip(lefts, rights, strict=True))
-
-
-def _same_leaf(left: Any, right: Any, made: bool) -> bool:
     if left is right or type(left) is not type(right):
         return left is right
     if is_plain(left):
