@@ -10,9 +10,12 @@ MICROBATCHES ?= 8
 PIP_ARGS ?=
 # Arguments for pytest, such as PYTEST_ARGS="-x tests/schedule" for some of the suite in one process.
 PYTEST_ARGS ?= -n 3
+# Arguments of `make clients`, such as CLIENTS_ARGS="torchtitan ZBV": a client, words of its runs.
+CLIENTS_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := .venv-clients
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 
 # A process per rank shares the machine's cores: one thread each.
@@ -20,7 +23,7 @@ export OMP_NUM_THREADS := 1
 export SCHEDULE RANKS MICROBATCHES
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs package format bench browser clean
+.PHONY: help demo test check docs package format bench clients browser clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -57,11 +60,14 @@ format: $(VENV)/.dev-installed ## format the code
 bench: $(VENV)/.dev-installed ## measure what docs/performance.md tells
 	$(BIN)/python -m benchmarks.run
 
+clients: $(CLIENTS)/.installed ## train other libraries through Penstock, beside torch's pipelining
+	$(CLIENTS)/bin/python -m clients.run $(CLIENTS_ARGS)
+
 browser: $(VENV)/.dev-installed ## get a Chromium for the browser tests, where there is none
 	@.ci/browser $(BIN)/python
 
 clean: ## remove the environment, caches and what runs left
-	rm -rf $(VENV) runs build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) runs build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # The build tools are installed first, so that they are the pinned ones too and no other
 # environment has to be made for the build.
@@ -78,4 +84,11 @@ $(VENV)/.demo-installed: pyproject.toml $(VENV)/.build-installed
 
 $(VENV)/.dev-installed: pyproject.toml $(VENV)/.build-installed
 	$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+# An environment of its own: these libraries bring versions that Penstock's tests don't use.
+$(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints-clients.txt $(PIP_ARGS) -e '.[clients]'
 	@touch $@

@@ -1,0 +1,62 @@
+"""The runs of a client on one side: python -m clients.side CLIENT FOLDER [WORD ...].
+
+The side is read from the environment. Each run is made by processes over gloo, forked from one that
+has imported the client, and its record is saved into the folder.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from importlib import import_module
+from multiprocessing import forkserver
+from typing import Any
+
+# Before torch starts: one thread per process.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+
+from clients import SIDE, Case
+from penstock.testing.processes import run_ranks
+
+TIMEOUT_S = 240
+
+
+def run_case(client: Any, case: Case, folder: str) -> dict[str, Any]:
+    """The record of all ranks; or the first error."""
+    outcomes = run_ranks(client.train, case.num_ranks, case, folder, timeout_s=TIMEOUT_S)
+    failed = [outcome for outcome in outcomes if outcome.error_type]
+    if failed:
+        # A process that waits for one that failed is ended, and has nothing to tell.
+        first = min(failed, key=lambda outcome: (outcome.error_type == "Died", outcome.elapsed_s))
+        return {"error": f"{first.error_type}: {first.message}"}
+    record: dict[str, Any] = {"losses": {}, "gradients": {}}
+    for outcome in outcomes:
+        for name, values in outcome.result().items():
+            record[name].update(values)
+    return record
+
+
+def main() -> None:
+    name, folder, *words = sys.argv[1:]
+    multiprocessing.set_forkserver_preload([f"clients.{name}"])
+    forkserver.ensure_running()
+    client = import_module(f"clients.{name}")
+    if os.environ[SIDE] == "torch":
+        for outcome in run_ranks(client.prepare, 1, folder, timeout_s=TIMEOUT_S):
+            outcome.result()
+    chosen = [case for case in client.CASES if all(word in str(case) for word in words)]
+    compositions = {case.composition for case in chosen}
+    records = {}
+    for case in client.CASES:
+        reference = case.schedule is None and case.composition in compositions
+        if case in chosen if case.schedule else reference and os.environ[SIDE] == "torch":
+            print(f"{os.environ[SIDE]}: {case}", flush=True)
+            records[case.key] = run_case(client, case, folder)
+    torch.save(records, f"{folder}/{os.environ[SIDE]}.pt")
+
+
+if __name__ == "__main__":
+    main()
