@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -245,11 +245,14 @@ def without_hooks(*leaves: Tensor) -> Iterator[None]:
             each.update(items)
 
 
-def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) -> None:
-    """Run ``torch.autograd.backward(roots, grads)`` on the CPU without its Python checks.
+def run_backward(roots: Sequence[Any], grads: Sequence[Any]) -> None:
+    """Run ``torch.autograd.backward(roots, grads)``, on the CPU without its Python checks.
 
     The engine repeats them. On other devices its threads need the context of the public function.
     """
+    if not grads[0].is_cpu:
+        torch.autograd.backward(roots, grads)
+        return
     _engine.run_backward(
         tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
     )

@@ -143,8 +143,6 @@ class Stage:
         self.outputs_spec: BoundarySpec | None = None
         self.get_mesh: Callable[..., Any] | None = None
         self._meshes: dict[tuple[tuple[str, int], ...], Any] = {}
-        on_cpu = self.device.type == "cpu"
-        self._backward_from: Any = run_backward if on_cpu else torch.autograd.backward
         self._findings = Findings(submod)
         # Inputs with their versions: None for those of a module's first forward; indices for those
         # that shared memory in the previous stage.
@@ -320,7 +318,7 @@ class Stage:
             present = [(r, g) for r, g in pairs if r is not None and g is not None]
             roots, grads = [r for r, _ in present], [g for _, g in present]
         if roots:
-            self._backward_from(roots, grads)
+            run_backward(roots, grads)
         leaves, state.leaves = state.leaves, ()
         state.grads_to_send = [leaf.grad for leaf in leaves]
 

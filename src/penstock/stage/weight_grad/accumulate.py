@@ -167,8 +167,7 @@ def _hand_over(parameters: list[Any], totals: list[Tensor]) -> None:
                 root = _FirstGrads.apply(totals, *parameters)  # type: ignore[no-untyped-call]
             torch.autograd.backward((root,), (root.detach(),))
     elif parameters:
-        backward = run_backward if parameters[0].is_cpu else torch.autograd.backward
-        backward(parameters, totals)
+        run_backward(parameters, totals)
     parameters.clear()
     totals.clear()
 
