@@ -35,8 +35,8 @@ from penstock.schedule.action import Overlap
 from penstock.schedule.channels import acknowledgements
 from penstock.schedule.check import global_order
 from penstock.schedule.program import CheckedProgram, Program
+from penstock.stage import device_streams
 from penstock.stage.boundary import BoundarySpec, describe
-from penstock.stage.device_streams import DeviceStreams
 from penstock.stage.rng import draw_step_seed
 from penstock.stage.stage import MicrobatchState, Stage
 
@@ -55,7 +55,6 @@ class BoundProgram:
         config: RunConfig,
         stages: Mapping[int, Stage],
         transports: Sequence[Transport],
-        streams: DeviceStreams | None,
         elsewhere: KwargsElsewhere,
         *,
         train: bool,
@@ -63,7 +62,6 @@ class BoundProgram:
         self.program, self.train = program, train
         self._elsewhere = elsewhere
         self._config, self._stages, self._transports = config, stages, transports
-        self._streams = streams
         self._is_single_process = len(transports) == program.num_ranks
         placement = program.placement
         rank, alone = transports[0].rank, self._is_single_process
@@ -75,6 +73,7 @@ class BoundProgram:
         self._is_first = rank == self._entry_ranks[0]
         self._enters = rank in self._entry_ranks
         self._device = next(iter(stages.values())).device
+        self._streams = streams = device_streams.streams_of(self._device)
         self._needs_target = train and needs_target(config.loss_fn)
         self._known_shapes: set[int] = set()
         # By the shape id of the first microbatch, which is another one under autocast.

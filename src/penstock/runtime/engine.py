@@ -49,7 +49,6 @@ from penstock.schedule.passes.lower import keep_microbatches
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import TRANSFERS
 from penstock.schedule.text import to_json
-from penstock.stage import device_streams
 from penstock.stage.stage import Stage
 from penstock.trace import Trace
 
@@ -113,9 +112,7 @@ class Engine:
         # By train, and the number of microbatches with rows.
         self._bound: dict[tuple[bool, int], BoundProgram] = {}
         self._find_replicas()
-        device = next(iter(self.stages.values())).device
-        self._channels = channels_of(device)
-        self._streams = device_streams.streams_of(device)
+        self._channels = channels_of(next(iter(self.stages.values())).device)
         self._elsewhere = KwargsElsewhere()
         self._pair_function: PairFunction | None = None
         self._eval, self._train = (self._bind(t, program.num_microbatches) for t in (False, True))
@@ -133,7 +130,7 @@ class Engine:
         """The bound program of so many microbatches, made once."""
         key = train, num_microbatches
         if key not in self._bound:
-            shared = self.config, self.stages, self.transports, self._streams, self._elsewhere
+            shared = self.config, self.stages, self.transports, self._elsewhere
             self._bound[key] = BoundProgram(self._lowered(*key), *shared, train=train)
             if train and self._pair_function is not None:
                 self._bound[key].rebind(pair_function=self._pair_function)
