@@ -1,9 +1,7 @@
 """The work of a step, as integers and numbers: list scheduling and local search read it.
 
-    kind     (F, I or W) x stage          as ``penstock.schedule.list_schedule`` numbers them
-    order    for each rank, kinds         each kind runs its microbatches in index order
-
-Microbatches are interchangeable, so each kind runs them in index order without loss of generality.
+kind     (F, I or W) x stage          as ``penstock.schedule.list_schedule`` numbers them
+order    for each rank, kinds         each kind runs its microbatches in index order
 """
 
 from __future__ import annotations
@@ -95,22 +93,16 @@ class Workload:
         return tuple(map(tuple, users))
 
     @cached_property
-    def first_starts(self) -> tuple[float, ...]:
-        """For each rank, its earliest start: the first forward of its first stage precedes all its
-        other actions."""
+    def origins(self) -> tuple[float, ...]:
+        """For each rank, the time from which the objective counts: for the span its earliest start,
+        that of the first forward of its first stage, which precedes all its other actions."""
         starts, now = list[float](), 0.0
         for stage in range(self.placement.num_stages):
             now = now + self.needs[stage][0][1] if self.needs[stage] else 0.0
             starts.append(now)
             now += self.durations[stage]
-        ranks = range(self.placement.num_ranks)
-        return tuple(starts[min(self.placement.stages_of(rank))] for rank in ranks)
-
-    @cached_property
-    def origins(self) -> tuple[float, ...]:
-        """For each rank, the time from which the objective counts: for the span, its start."""
-        is_span = self.objective == "span"
-        return tuple(is_span * start for start in self.first_starts)
+        is_span, ranks = self.objective == "span", range(self.placement.num_ranks)
+        return tuple(is_span * starts[min(self.placement.stages_of(rank))] for rank in ranks)
 
     def value(self, ends: Sequence[float]) -> float:
         """The objective, from the ranks' last ends."""
