@@ -33,7 +33,7 @@ from penstock.compat.backward import stage_backward, stage_backward_input, stage
 from penstock.compat.exchange import ExchangingStage, ManualState, Phase
 from penstock.compat.torch_names import OF_STAGE, no_attribute
 from penstock.errors import StageError
-from penstock.parallel.data_parallel import ReplicaStep
+from penstock.parallel.data_parallel import Replicas, replicas_of
 from penstock.stage.boundary import describe, static_spec
 from penstock.stage.pytree import leaves_in_order, map_tensors
 from penstock.stage.stage import MicrobatchState
@@ -133,7 +133,9 @@ class PipelineStage(ExchangingStage):
         self.group_rank: int = group.rank() if group is not None else 0
         self.group_size: int = group.size() if group is not None else 1
         self.stage_index_to_group_rank = {i: i % self.group_size for i in range(self.num_stages)}
-        self._replica_step = ReplicaStep()
+        # While a manual step runs; and whether the backward that completes it reduces.
+        self._replicas: Replicas | None = None
+        self._reduces = False
         self._states = {}
         self._forward_contexts: OrderedDict[int, ForwardContext] = OrderedDict()
 
@@ -291,11 +293,12 @@ class PipelineStage(ExchangingStage):
 
     def _reduce_if_done(self, last_backward: bool) -> None:
         """After a backward: reduce replicas, if requested, after the step's last microbatch."""
-        self._replica_step.end_backward()
-        self._replica_step.due |= last_backward
+        if self._replicas is not None:
+            self._replicas.end_weight_grad()
+        self._reduces |= last_backward
         phases = {state.phase for state in self._states.values()}
-        if self._replica_step.due and phases <= {Phase.EMPTY, Phase.DONE}:
-            self._replica_step.end(reduce=True)
+        if self._reduces and phases <= {Phase.EMPTY, Phase.DONE}:
+            self._end_step(reduce=True)
 
     def _state_after(self, phase: Phase, chunk_id: int, requested: str) -> ManualState:
         state = self._state(chunk_id)
@@ -350,12 +353,12 @@ class PipelineStage(ExchangingStage):
                 deferred[0],
             )
         groups: list[dict[str, Any]] | None = None
-        self._replica_step.begin(self.submod)
+        replicas = self._begin_step()
         with self._no_sync():
             if backward_type == "weight":
                 grads = stage_backward_weight(self.submod.parameters(), *arguments)
             # The graph of sharded parameters does not lead to the registered parameters.
-            elif backward_type == "full" or self._replica_step.is_sharded:
+            elif backward_type == "full" or replicas.sharded:
                 grads = stage_backward(*arguments)
                 groups = [] if backward_type == "input" else None
             else:
@@ -363,15 +366,15 @@ class PipelineStage(ExchangingStage):
                 grads, groups = stage_backward_input(
                     output, received, inputs, self.submod.parameters()
                 )
-        self._replica_step.due |= last_backward
+        self._reduces |= last_backward
         if backward_type != "input":
             for state in self._deferred():
                 if state.work.is_reached:  # by this backward
                     work, state.work = state.work, None
                     work.accumulate()
                     state.phase = Phase.DONE
-            if self._replica_step.due:
-                self._replica_step.end(reduce=True)
+            if self._reduces:
+                self._end_step(reduce=True)
         return grads, groups
 
     def _deferred(self) -> list[ManualState]:
@@ -385,8 +388,26 @@ class PipelineStage(ExchangingStage):
         """Begin a manual step, unless one has begun; True if it computes gradients."""
         trains = self.has_backward and torch.is_grad_enabled()
         if trains:
-            self._replica_step.begin(self.submod)
+            self._begin_step()
         return trains
+
+    def _begin_step(self) -> Replicas:
+        """Suspend reductions, unless the manual step has begun."""
+        if self._replicas is None:
+            self._replicas = replicas_of(self.submod) or Replicas()
+            self._replicas.begin()
+            self._replicas.share_buffers()
+        return self._replicas
+
+    def _end_step(self, *, reduce: bool) -> None:
+        """End the manual step, if one has begun, and average its gradients if requested."""
+        replicas, self._replicas, self._reduces = self._replicas or Replicas(), None, False
+        try:
+            if reduce:
+                replicas.start_reduction()
+                replicas.wait()
+        finally:
+            replicas.end()
 
     def _no_sync(self) -> Any:
         no_sync = getattr(self.submod, "no_sync", None)
@@ -409,7 +430,7 @@ class PipelineStage(ExchangingStage):
 
     def start_gradient_reduction(self) -> None:
         """Average the gradients as ``perform_reduce_grad`` does, without scaling."""
-        self._replica_step.end(reduce=True)
+        self._end_step(reduce=True)
 
     def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
         """Scale the gradients after ``start_gradient_reduction``."""
@@ -421,7 +442,7 @@ class PipelineStage(ExchangingStage):
     def clear_runtime_states(self) -> None:
         """Clear all microbatch states and abort an unfinished manual step."""
         self._states.clear()
-        self._replica_step.end(reduce=False)
+        self._end_step(reduce=False)
 
     if not TYPE_CHECKING:
 

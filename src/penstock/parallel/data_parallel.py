@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock import _torch_compat
 from penstock.errors import StageError
 
-__all__ = ["ReplicaStep", "Replicas", "in_buckets", "replicas_of", "start_averaging"]
+__all__ = ["Replicas", "in_buckets", "replicas_of", "start_averaging"]
 
 T = TypeVar("T")
 
@@ -316,39 +316,3 @@ def in_buckets(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iter
         bucket.append(item)
     if bucket:
         yield bucket
-
-
-class ReplicaStep:
-    """A manual step of a replicated stage, up to its single reduction: the user marks the last
-    backward, calls the reduction, or does both."""
-
-    def __init__(self) -> None:
-        self.due = False  # whether the backward that completes the step reduces the gradients
-        self._replicas: Replicas | None = None  # while a step runs
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if parameters are sharded; the graph then has other tensors than the module."""
-        return self._replicas is not None and self._replicas.sharded
-
-    def begin(self, module: nn.Module) -> None:
-        """Suspend reductions, unless the step has begun."""
-        if self._replicas is None:
-            self._replicas = replicas_of(module) or Replicas()
-            self._replicas.begin()
-            self._replicas.share_buffers()
-
-    def end_backward(self) -> None:
-        """Follow a backward, or a deferred weight gradient."""
-        if self._replicas is not None:
-            self._replicas.end_weight_grad()
-
-    def end(self, *, reduce: bool) -> None:
-        """End the step if one has begun, and average its gradients if requested."""
-        replicas, self._replicas, self.due = self._replicas or Replicas(), None, False
-        try:
-            if reduce:
-                replicas.start_reduction()
-                replicas.wait()
-        finally:
-            replicas.end()
