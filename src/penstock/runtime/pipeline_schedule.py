@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -30,21 +29,6 @@ from penstock.schedule.registry import build, family
 from penstock.trace import Trace
 
 __all__ = ["PipelineSchedule", "group_of"]
-
-
-class _ChunkSpec:
-    """A spec of the schedule's configuration by torch's name; setting it holds for later steps."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._field = name[1:]
-
-    def __get__(self, schedule: PipelineSchedule, owner: type) -> Any:
-        return getattr(schedule._config, self._field)
-
-    def __set__(self, schedule: PipelineSchedule, spec: Any) -> None:
-        schedule._config = replace(schedule._config, **{self._field: spec})
-        if schedule._engine is not None:
-            schedule.splitter.config = schedule._config
 
 
 # The schedules made per group: since every rank makes them in the same order, the number is an id.
@@ -82,7 +66,6 @@ class PipelineSchedule:
     """
 
     schedule_name: ClassVar[str | None] = None
-    _args_chunk_spec, _kwargs_chunk_spec, _output_merge_spec = (_ChunkSpec() for _ in range(3))
     _pair_function: PairFunction | None = None
 
     def __init__(
@@ -120,6 +103,8 @@ class PipelineSchedule:
             # Torch's names, for classes that make their own order.
             self._num_stages, self._n_microbatches = self.num_stages, n_microbatches
             specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+            # Torch's names; they may be set between steps.
+            self._args_chunk_spec, self._kwargs_chunk_spec, self._output_merge_spec = specs
             flags = (scale_grads, backward_requires_autograd)
             self._config = RunConfig(n_microbatches, loss_fn, *specs, *flags, **options)
             program = program or self._build()
@@ -323,7 +308,8 @@ class PipelineSchedule:
                 raise TypeError(
                     f"losses is a {type(filled).__name__}, expected a list, to be filled"
                 )
-            return splitter.split(args, kwargs)
+            specs = self._args_chunk_spec, self._kwargs_chunk_spec
+            return splitter.split(args, kwargs, specs)
 
         flags = {"keep_outputs": kwargs.get("return_outputs", True)}
         flags["reduces"] = kwargs.pop("finalize_gradients", True)
@@ -333,7 +319,7 @@ class PipelineSchedule:
         self.metrics = step.metrics if splitter.has_last else []
         if filled is not None:
             filled[:] = () if self.losses is None else self.losses.unbind()
-        return splitter.merge_outputs(step, merge=merge)
+        return splitter.merge_outputs(step, self._output_merge_spec, merge=merge)
 
     @folds_tracebacks
     def trace(self) -> Trace:

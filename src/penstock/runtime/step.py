@@ -87,7 +87,6 @@ class BatchSplitter:
     """Splits the batches of one schedule, and merges its results.
 
     Attributes:
-        config: the configuration, whose chunk specs may change between steps.
         has_first, has_last: whether inputs enter, and outputs leave, in this process.
 
     Raises:
@@ -95,7 +94,7 @@ class BatchSplitter:
     """
 
     def __init__(self, config: RunConfig, program: Program, stages: Mapping[int, Stage]) -> None:
-        self.config, self._dim = config, config.sequence_dim
+        self._num, self._dim = config.n_microbatches, config.sequence_dim
         self._num_in_program, self._num_splits = program.num_microbatches, program.num_splits
         # The loss of a step is the mean over its microbatches.
         self._averages = config.loss_fn is not None and config.scale_grads
@@ -106,15 +105,18 @@ class BatchSplitter:
 
     # --- splitting ---------------------------------------------------------------------------
 
-    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepState:
+    def split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], specs: tuple[Any, Any]
+    ) -> StepState:
         """The microbatches of one call; ``kwargs`` also hold its target and its options.
+
+        ``specs`` are the chunk specs of the positional and the keyword arguments.
 
         Raises:
             ValueError: the batch can't be split, is given twice, or has another number of ready
                 microbatches.
         """
-        config, step = self.config, StepState(self._num_in_program)
-        num = config.n_microbatches
+        step, num = StepState(self._num_in_program), self._num
         step.keep_outputs = kwargs.pop("return_outputs", True)
         step.loss_kwargs = kwargs.pop("loss_kwargs", None) or {}
         target = kwargs.pop("target")
@@ -124,7 +126,6 @@ class BatchSplitter:
         num = next((len(mbs) for mbs in ready.values() if mbs is not None), num)
         # Row counts of the tensors that count here: where inputs enter, and losses are computed.
         rows: microbatch.Rows = {}
-        specs = (config.args_chunk_spec, config.kwargs_chunk_spec)
         seen = (rows if self.has_first else {}, rows)
         arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(args, kwargs, num, *specs, seen=seen)
         if args or kwargs or ready["arg_mbs"] or ready["kwarg_mbs"]:
@@ -178,7 +179,7 @@ class BatchSplitter:
         by_microbatch = losses.reshape(-1, self._num_splits)
         return by_microbatch.mean(1) if self._averages else by_microbatch.sum(1)
 
-    def merge_outputs(self, step: StepState, *, merge: bool) -> Any:
+    def merge_outputs(self, step: StepState, spec: Any, *, merge: bool) -> Any:
         """The outputs that the call returns, merged or as a list; None where there are none."""
         if not (step.keep_outputs and self.has_last):
             return None
@@ -189,8 +190,7 @@ class BatchSplitter:
                 outputs = [self._join_chunks(outputs[i : i + num]) for i in starts]
             if not merge:
                 return outputs
-            by_shard, spec = step.is_split_by_shard, self.config.output_merge_spec
-            return merge_chunks(outputs, spec, split_by_shard=by_shard)
+            return merge_chunks(outputs, spec, split_by_shard=step.is_split_by_shard)
         except ValueError as error:
             raise ValueError(
                 f"the step is done, but its outputs can't be merged: {error}; pass "
