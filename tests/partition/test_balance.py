@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from penstock import PartitionError
 from penstock.partition.balance import shared_ranks
-from penstock.partition.balance.balance import Balance, SplitObjective, balance
+from penstock.partition.balance.balance import Balance, balance
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.schedule.placement import Placement, bidirectional, linear, looped, v_shape, wave
 from tests.pace import slowness
@@ -143,29 +143,6 @@ def test_no_split_within_the_memory_is_faster(
     assert found.bottleneck_s == fastest
 
 
-@given(chains, st.data())
-def test_no_split_has_a_shorter_step(blocks: list[BlockCosts], data: st.DataObject) -> None:
-    num_stages = data.draw(st.integers(1, len(blocks)))
-    microbatches = data.draw(st.integers(1, 6))
-    limit = data.draw(st.sampled_from([None, 60, 150]))
-
-    def length(counts: Sequence[int]) -> float:
-        cut = crossings(groups(blocks, counts), 1, 0)
-        return (microbatches - 1) * max(stage_times(blocks, counts, 1, 0)) + sum(cut)
-
-    flights = [min(microbatches, num_stages - s) for s in range(num_stages)]
-    fitting = [
-        counts
-        for counts in splits(len(blocks), num_stages)
-        if limit is None or max(held(blocks, counts, flights, 1)) <= limit
-    ]
-    if not fitting:
-        return
-    found = balance(blocks, num_stages, limit, "step", bandwidth=1, microbatches=microbatches)
-    assert found.counts in fitting
-    assert length(found.counts) == pytest.approx(min(map(length, fitting)), rel=1e-9)
-
-
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=10), st.data())
 def test_any_numbers_will_do(times: list[float], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(times)))
@@ -198,18 +175,6 @@ def test_a_transfer_moves_a_cut() -> None:
     assert balance(blocks, 2, bandwidth=10).counts == (3, 1)
 
 
-def test_a_slower_stage_may_make_a_shorter_step() -> None:
-    """A free cut with a bottleneck of 11, or one of 4 with a bottleneck of 10."""
-    blocks = [
-        BlockCosts(forward_s=1),
-        BlockCosts(forward_s=5, sent_bytes=2),
-        BlockCosts(forward_s=6),
-    ]
-    assert balance(blocks, 2, bandwidth=1).time_s == (10, 10)
-    assert balance(blocks, 2, None, "step", bandwidth=1, microbatches=2).time_s == (1, 11)
-    assert balance(blocks, 2, None, "step", bandwidth=1, microbatches=9).time_s == (10, 10)
-
-
 def test_the_first_stages_hold_more_in_flight() -> None:
     """1F1B: of equal blocks the first stage can keep fewest."""
     blocks = [BlockCosts(forward_s=1, activation_bytes=1)] * 12
@@ -226,10 +191,10 @@ def test_the_first_stages_hold_more_in_flight() -> None:
 
 def rank_loads(
     blocks: Sequence[BlockCosts], counts: Sequence[int], placement: Placement, bandwidth: float
-) -> tuple[list[float], float]:
-    """What each rank does for a microbatch, and all crossings, copy by copy and stage by stage."""
+) -> list[float]:
+    """What each rank does for a microbatch, copy by copy and stage by stage."""
     stages = groups(blocks, counts)
-    loads, crossed = [0.0] * placement.num_ranks, 0.0
+    loads = [0.0] * placement.num_ranks
     for stage, rank in enumerate(placement.stage_ranks):
         mine = stages[placement.model_stage(stage)]
         loads[rank] += sum(block.time_s for block in mine)
@@ -238,8 +203,7 @@ def rank_loads(
             crossing = 2 * mine[-1].sent_bytes / bandwidth
             loads[rank] += crossing
             loads[placement.rank_of(after)] += crossing
-            crossed += crossing
-    return [load / placement.num_directions for load in loads], crossed / placement.num_directions
+    return [load / placement.num_directions for load in loads]
 
 
 placements = st.sampled_from(
@@ -257,25 +221,14 @@ def test_no_split_has_a_less_busy_rank(
 ) -> None:
     num_stages = placement.num_model_stages
     assume(len(blocks) >= num_stages)
-    microbatches = data.draw(st.sampled_from([None, 1, 3]))
-    objective = "max" if microbatches is None else "step"
-
-    def value(counts: Sequence[int]) -> float:
-        loads, crossed = rank_loads(blocks, counts, placement, bandwidth)
-        return max(loads) if microbatches is None else (microbatches - 1) * max(loads) + crossed
-
-    found = balance(
-        blocks,
-        num_stages,
-        objective=objective,
-        placement=placement,
-        bandwidth=bandwidth,
-        microbatches=microbatches,
-    )
+    found = balance(blocks, num_stages, placement=placement, bandwidth=bandwidth)
     assert found.is_proven
-    best = min(map(value, splits(len(blocks), num_stages)))
-    assert value(found.counts) == pytest.approx(best, rel=1e-9)
-    loads, _ = rank_loads(blocks, found.counts, placement, bandwidth)
+    best = min(
+        max(rank_loads(blocks, counts, placement, bandwidth))
+        for counts in splits(len(blocks), num_stages)
+    )
+    assert found.bottleneck_s == pytest.approx(best, rel=1e-9)
+    loads = rank_loads(blocks, found.counts, placement, bandwidth)
     assert list(found.rank_time_s) == pytest.approx(loads, rel=1e-9)
 
 
@@ -309,7 +262,7 @@ def test_no_split_within_the_ranks_memory_has_a_less_busy_rank(
         return
     found = solve(limit)
     assert found.counts in fitting
-    best = min(max(rank_loads(blocks, counts, placement, 1e300)[0]) for counts in fitting)
+    best = min(max(rank_loads(blocks, counts, placement, 1e300)) for counts in fitting)
     assert found.bottleneck_s == pytest.approx(best, rel=1e-9)
 
 
@@ -360,7 +313,7 @@ def test_without_a_proof_it_is_within_2_percent(
         assert not found.is_proven
         costs = [BlockCosts(forward_s=time_s) for time_s in blocks]
         best = min(
-            max(rank_loads(costs, counts, placement, 1)[0])
+            max(rank_loads(costs, counts, placement, 1))
             for counts in splits(len(blocks), num_stages)
         )
         assert found.bottleneck_s <= 1.02 * best
@@ -439,9 +392,7 @@ def test_limits_per_stage_grow_alike() -> None:
         ({"memory_limit": 0}, "memory_limit is 0"),
         ({"memory_limit": [1, 2, 3]}, "3 numbers for 2 stages"),
         ({"memory_limit": float("nan")}, "memory_limit is nan"),
-        ({"objective": "least"}, r"'least' is unknown; known are \['max', 'step'\]"),
-        ({"objective": "step"}, "say how many"),
-        ({"objective": SplitObjective.STEP, "microbatches": 0}, "microbatches is 0"),
+        ({"microbatches": 0}, "microbatches is 0, expected at least 1"),
         ({"bandwidth": 0}, "bandwidth is 0"),
         ({"latency_s": -1}, "latency_s is -1"),
         ({"state_factor": float("inf")}, "state_factor is inf"),
@@ -480,8 +431,3 @@ def test_the_solver_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_step_without_microbatches_is_refused() -> None:
-    with pytest.raises(PartitionError, match="microbatches is 0, expected at least 1"):
-        balance([1, 2], 2, microbatches=0)

@@ -18,7 +18,7 @@ from penstock.cli import output as out
 from penstock.cli.models import ModelRequest, load_model, parse_bytes, user_error
 from penstock.cli.settings import option, with_options
 from penstock.errors import PartitionError, PenstockError
-from penstock.partition.balance.costs import Profile, SplitObjective, repeat_layers
+from penstock.partition.balance.costs import Profile, repeat_layers
 from penstock.partition.balance.layout import Layout
 from penstock.partition.plan import Plan, runs_of_names, toml_path
 from penstock.schedule.program import Program
@@ -48,9 +48,6 @@ def split(
     ranks: Annotated[
         int | None, option("On how many ranks --schedule runs.", "--ranks", "-r")
     ] = None,
-    objective: Annotated[
-        SplitObjective, option("The slowest stage or rank (max), or a step's length (step).")
-    ] = SplitObjective.BOTTLENECK,
     microbatches: Annotated[
         int | None, option("Microbatches per step.", "--microbatches", "-m")
     ] = None,
@@ -68,11 +65,9 @@ def split(
     from penstock.partition.balance.for_program import balance_for
 
     cut = None if layout is None else Layout.parse(layout)
-    is_step = objective is SplitObjective.STEP
-    if cut is not None and (memory_limit or bandwidth or is_step):
+    if cut is not None and (memory_limit or bandwidth):
         raise PartitionError(
-            "--memory-limit, --bandwidth and --objective are for balancing; leave them out with "
-            "--layout"
+            "--memory-limit and --bandwidth are for balancing; leave them out with --layout"
         )
     num_stages = stages if cut is None else len(cut.stages)
     if num_stages is None:
@@ -93,7 +88,7 @@ def split(
         )  # fmt: skip
     config = BalanceConfig(
         num_stages=num_stages, memory_limit=memory_limit, state_factor=state_factor,
-        bandwidth=bandwidth, latency_s=latency, objective=objective, microbatches=microbatches,
+        bandwidth=bandwidth, latency_s=latency, microbatches=microbatches,
         placement=None if program is None else program.placement,
         in_flight=None if program is None else _peak_in_flight(program),
     )  # fmt: skip
@@ -106,12 +101,11 @@ def split(
     if cut is not None:
         counts, made = cut.counts(measured.blocks), f"layout {cut}"
     else:
-        if program is None or memory_limit or bandwidth or latency or is_step:
+        if program is None or memory_limit or bandwidth or latency:
             counts = balanced(measured, config).counts
         else:
             counts = balance_for(measured, program).counts
-        aim = "the slowest stage" if program is None else program.name
-        made = "balanced for " + ("a step's length" if is_step else aim)
+        made = f"balanced for {'the slowest stage' if program is None else program.name}"
     made = f"{made}; measured on {measured.machine}, with {measured.example}"
     plan = measured.plan(counts, made=made)
     if output is not None:

@@ -1,7 +1,7 @@
 """The best split of a chain of blocks into stages, for given costs.
 
     chain.py           one stage on each rank: exact, by dynamic programming
-    shared_ranks.py    several: local search, and branch and bound within a budget
+    shared_ranks.py    several: local search, and enumeration within a budget
 
 This module knows neither models nor devices, and imports no torch.
 """
@@ -18,14 +18,14 @@ from typing import TypeAlias
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.partition.balance.chain import Chain, cheapest, least_bottleneck, shortest_step
-from penstock.partition.balance.costs import BlockCosts, Profile, SplitObjective
+from penstock.partition.balance.chain import Chain, least_bottleneck, most_even
+from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.shared_ranks import SharedChain, best_split
 from penstock.partition.plan import StageCosts
 from penstock.schedule.placement import Placement
 from penstock.simulate.memory import held_bytes
 
-__all__ = ["Balance", "SplitObjective", "BalanceConfig", "balance", "balanced", "split_costs"]
+__all__ = ["Balance", "BalanceConfig", "balance", "balanced", "split_costs"]
 
 # Sums of the same numbers in another order differ in their last bits.
 MORE = 1 + 1e-12
@@ -58,11 +58,10 @@ class Balance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalanceConfig:
-    """The constraints and the objective of a split: the arguments of ``balance``."""
+    """The constraints of a split: the arguments of ``balance``."""
 
     num_stages: int
     placement: Placement | None = None
-    objective: SplitObjective = SplitObjective.BOTTLENECK
     memory_limit: float | Sequence[float] | None = None
     in_flight: Sequence[int] | None = None
     state_factor: float = 1.0
@@ -79,12 +78,8 @@ class BalanceConfig:
         for name in ("latency_s", "state_factor"):
             value = getattr(self, name)
             _require(0 <= value < math.inf, f"{name} is {value}, expected a number ≥ 0")
-        _require(
-            (self.microbatches is None and self.objective is SplitObjective.BOTTLENECK)
-            or (self.microbatches or 0) >= 1,
-            f'microbatches is {self.microbatches}, expected at least 1; with objective="step" say '
-            "how many a step has",
-        )
+        is_fine = self.microbatches is None or self.microbatches >= 1
+        _require(is_fine, f"microbatches is {self.microbatches}, expected at least 1")
         placed = num if placement is None else placement.num_model_stages
         _require(
             placed == num,
@@ -148,7 +143,6 @@ def balance(
     costs: BlockTimes,
     num_stages: int,
     memory_limit: float | Sequence[float] | None = None,
-    objective: str | SplitObjective = SplitObjective.BOTTLENECK,
     *,
     placement: Placement | None = None,
     in_flight: Sequence[int] | None = None,
@@ -158,10 +152,12 @@ def balance(
     microbatches: int | None = None,
     slack: float = 0.0,
 ) -> Balance:
-    """Find the best split of a chain of blocks into stages.
+    """Find the split of a chain of blocks into stages whose busiest rank is least busy.
+
+    Of equally good splits, the most even one.
 
     With one stage on each rank the split is optimal. With several, the problem is NP-hard: up to
-    about thirty blocks on four ranks the split is proven optimal (``is_proven``), larger problems
+    about fifty blocks on four ranks the split is proven optimal (``is_proven``), larger problems
     get a split within 2 % of the optimum wherever it is known.
 
     Args:
@@ -170,7 +166,6 @@ def balance(
         memory_limit: the bytes that a rank may hold, one number for all or one per rank. A rank
             holds ``state_factor`` times its parameters, plus its activations times the microbatches
             in flight.
-        objective: ``"max"``, the busiest rank, or ``"step"``, the length of a step.
         placement: the ranks of the stages, as in ``program.placement``; None for one rank per
             stage.
         in_flight: the microbatches in flight on each stage; None for 1F1B's, ``num_stages - stage``
@@ -180,8 +175,8 @@ def balance(
             occupies the ranks on both sides; a cut within a rank is free. None for no transfer
             time.
         latency_s: the fixed time of each transfer.
-        microbatches: microbatches per step; required by ``"step"``.
-        slack: with several stages on a rank, the relative loss of the objective that is accepted
+        microbatches: microbatches per step.
+        slack: with several stages on a rank, the relative loss of the busiest rank that is accepted
             for more even stages. Even stages suit schedules that wait for the slowest stage.
 
     Raises:
@@ -200,13 +195,10 @@ def balance(
 
     Source: arXiv:1806.03377 (PipeDream), sec. 3.1, for the dynamic program over a chain of layers.
     """
-    names = [known.value for known in SplitObjective]
-    if not isinstance(objective, SplitObjective) and objective not in names:
-        raise PartitionError(f"objective {objective!r} is unknown; known are {names}")
     config = BalanceConfig(
-        num_stages=num_stages, placement=placement, objective=SplitObjective(objective),
-        memory_limit=memory_limit, in_flight=in_flight, state_factor=state_factor,
-        bandwidth=bandwidth, latency_s=latency_s, microbatches=microbatches,
+        num_stages=num_stages, placement=placement, memory_limit=memory_limit,
+        in_flight=in_flight, state_factor=state_factor, bandwidth=bandwidth, latency_s=latency_s,
+        microbatches=microbatches,
     )  # fmt: skip
     _require(0 <= slack < math.inf, f"slack is {slack}, expected a share ≥ 0, such as 0.02")
     return balanced(costs, config, slack)
@@ -264,23 +256,16 @@ def _own_ends(chain: Chain, config: BalanceConfig) -> list[int]:
     if max_load == math.inf:
         share = least_bottleneck(chain.fullness())
         raise _no_room(chain, config, "the least that works", share)
-    if config.objective is SplitObjective.STEP and config.microbatches is not None:
-        return shortest_step(chain, max_load, config.microbatches)
-    return cheapest(chain, max_load)
+    return most_even(chain, max_load)
 
 
 def _shared_ends(chain: Chain, config: BalanceConfig, slack: float) -> tuple[list[int], bool]:
     """The ends of stages that share ranks, and True if they are proven optimal."""
     assert config.placement is not None, "it says which ranks they share"
-    weight, communication = 1.0, 0.0
-    if config.objective is SplitObjective.STEP and config.microbatches is not None:
-        weight, communication = float(config.microbatches - 1), 1.0
-    problem = SharedChain(
-        chain, config.placement, bottleneck_weight=weight, communication_weight=communication
-    )
+    problem = SharedChain(chain, config.placement)
     # Start from the best split for one rank per stage.
     bottleneck = least_bottleneck(chain.loads(is_limited=False))
-    begin = cheapest(chain, bottleneck * MORE, is_limited=False)
+    begin = most_even(chain, bottleneck * MORE, is_limited=False)
     ends, is_proven = best_split(problem, begin, slack)
     fullest, _, _ = problem.value(np.array(ends))
     if fullest > 1:

@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "Chain", "cheapest", "least_bottleneck", "shortest_step"]
+__all__ = ["Array", "Chain", "least_bottleneck", "most_even"]
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
@@ -72,56 +72,19 @@ def least_bottleneck(loads: Iterable[Array]) -> float:
     return float(best[-1])
 
 
-def cheapest(
-    chain: Chain, max_load: float, prices: Array | float = 0.0, is_limited: bool = True
-) -> list[int]:
+def most_even(chain: Chain, max_load: float, is_limited: bool = True) -> list[int]:
     """The ends, from 0 on, of the split with loads of at most ``max_load`` that has the least sum
-    of ``prices`` by end of stage, then the least sum of squared loads."""
+    of squared loads."""
     blocks = np.arange(chain.num_blocks + 1)
-    price = squares = np.where(blocks == 0, 0.0, math.inf)
+    squares = np.where(blocks == 0, 0.0, math.inf)
     starts: list[list[int]] = []
     for load in chain.loads(is_limited):
-        with_load = np.where(load <= max_load, load**2, math.inf) + squares[:, None]
-        with_price = np.where(with_load < math.inf, price[:, None] + prices, math.inf)
-        price = with_price.min(axis=0)
-        with_load[with_price > price] = math.inf
-        squares = with_load.min(axis=0)
+        sums = np.where(load <= max_load, load**2, math.inf) + squares[:, None]
+        squares = sums.min(axis=0)
         # The shortest of equally good stages.
-        starts.append((blocks[-1] - with_load[::-1].argmin(axis=0)).tolist())
+        starts.append((blocks[-1] - sums[::-1].argmin(axis=0)).tolist())
     assert squares[-1] < math.inf, "a max_load that no split keeps"
     ends = [chain.num_blocks]
     for start_of in reversed(starts):
         ends.append(start_of[ends[-1]])
     return ends[::-1]
-
-
-def shortest_step(chain: Chain, max_load: float, microbatches: int) -> list[int]:
-    """The split of the shortest step: (microbatches - 1) × bottleneck + all crossings.
-
-    Slower stages allow cheaper crossings. If the cheapest crossings at two maximal loads are
-    equal, the lower load is better, and all loads between them can be skipped.
-    """
-    slower = np.unique(chain.spans[(chain.spans > max_load) & (chain.spans < math.inf)])
-    max_loads = [max_load, *slower.tolist()]
-    found: dict[int, tuple[float, list[int]]] = {}
-
-    def crossed(index: int) -> float:
-        if index not in found:
-            ends = cheapest(chain, max_loads[index], chain.crossings)
-            found[index] = (float(chain.crossings[ends].sum()), ends)
-        return found[index][0]
-
-    def length(index: int) -> float:
-        return float((microbatches - 1) * max_loads[index] + crossed(index))
-
-    best = min((0, len(max_loads) - 1), key=length)
-    open_ranges = [(0, len(max_loads) - 1)]
-    while open_ranges:
-        low, high = open_ranges.pop()
-        hoped_for = (microbatches - 1) * max_loads[min(low + 1, high)] + crossed(high)
-        if high - low < 2 or crossed(low) <= crossed(high) or hoped_for >= length(best):
-            continue
-        middle = (low + high) // 2
-        best = min((best, middle), key=length)
-        open_ranges += [(middle, high), (low, middle)]
-    return found[best][1]

@@ -30,7 +30,7 @@ from penstock.partition.plan import (
     split_by_counts,
 )
 
-__all__ = ["LEAST_SAMPLE", "BlockCosts", "BlockKind", "Profile", "SplitObjective", "repeat_layers"]
+__all__ = ["LEAST_SAMPLE", "BlockCosts", "BlockKind", "Profile", "repeat_layers"]
 
 FORMAT = 1
 LEAST_SAMPLE = 3
@@ -48,16 +48,6 @@ class BlockKind(Enum):
     LAYER = "t"
     PREDICTION = "m"
     HEAD = "L"
-
-
-class SplitObjective(Enum):
-    """The quantity that a split minimizes."""
-
-    BOTTLENECK = "max"
-    """Minimize the time of the busiest rank; break ties by the sum of the stages' squared times."""
-    STEP = "step"
-    """Minimize the length of a step: microbatches - 1 times the busiest rank, plus one pass through
-    the pipeline with all its transfers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,19 +1,21 @@
 """Splits for ranks that hold several stages: a rank's load is the sum over its stages.
 
-    V-shape    rank 0   stages 0 and 3         blocks   2  2  2  2  2  2  6
-               rank 1   stages 1 and 2         stages   0     1  2      3
-                                               rank 0   2 + 6    rank 1   4 + 6
+V-shape    rank 0   stages 0 and 3         blocks   2  2  2  2  2  2  6
+           rank 1   stages 1 and 2         stages   0     1  2      3
+                                           rank 0   2 + 6    rank 1   4 + 6
 
 The dynamic program of ``chain.py`` does not apply: the best start depends on later stages of the
 same ranks, and the problem is NP-hard (it contains PARTITION). So a local search finds a good
-split, and branch and bound then tries every split that might be better, within a budget. At last
-the stages are made even, as long as the ranks stay as quick.
+split, and an enumeration, stage by stage and within a budget, of all splits that might be better
+improves it or proves it optimal. At last the stages are made even, as long as the ranks stay as
+quick.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -26,7 +28,7 @@ __all__ = ["SharedChain", "best_split"]
 
 # Budgets, in evaluated loads of ranks: some tenths of a second each.
 PERTURBING = 400_000
-PROVING = 1_500_000
+PROVING = 4_000_000
 LEAST_LOOKS = 200  # what one call of numpy costs
 # Sums of the same numbers in another order differ in their last bits.
 DIGITS = 12
@@ -35,46 +37,34 @@ LESS = 1 - 10**-DIGITS
 Ends: TypeAlias = npt.NDArray[np.intp]
 """The ends of the stages of a split, from 0 on."""
 Value: TypeAlias = list[float]
-"""The value of a split, compared in order: the excess of the fullest rank, the goal, and the
-unevenness of ranks, or of stages if the goal is good enough."""
+"""The value of a split, compared in order: the excess of the fullest rank, the busiest rank's load,
+and the unevenness of ranks, or of stages if that load is good enough."""
 
 
 class SharedChain:
     """A chain of blocks to cut into stages that share ranks; its ``limits`` are the ranks'.
 
-    The goal is ``bottleneck_weight`` × the busiest rank's load + ``communication_weight`` × all
-    crossings, per microbatch. Times are parts of the time of all blocks.
-
-    Attributes:
-        holders: per stage its ranks, one for each direction of the placement.
-        communicating: per stage the ranks of the transfer before it: both sides in each direction,
-            none if both sides are the same rank.
+    Times are parts of the time of all blocks.
     """
 
-    def __init__(
-        self,
-        chain: Chain,
-        placement: Placement,
-        *,
-        bottleneck_weight: float,
-        communication_weight: float,
-    ) -> None:
+    def __init__(self, chain: Chain, placement: Placement) -> None:
         ranks, num = placement.stage_ranks, placement.num_model_stages
         directions = range(len(ranks) // num)
-        self.holders = [[ranks[stage + d * num] for d in directions] for stage in range(num)]
-        self.communicating: list[list[int]] = [[]]
-        for before, after in zip(self.holders, self.holders[1:], strict=False):
+        # Per stage its ranks, one for each direction of the placement, and the ranks of the
+        # transfer before it: both sides in each direction, none if they are the same rank.
+        holders = [[ranks[stage + d * num] for d in directions] for stage in range(num)]
+        communicating: list[list[int]] = [[]]
+        for before, after in pairwise(holders):
             sides = zip(before, after, strict=True)
-            self.communicating.append([rank for a, b in sides if a != b for rank in (a, b)])
+            communicating.append([rank for a, b in sides if a != b for rank in (a, b)])
         self.num_ranks, self.num_stages = placement.num_ranks, num
-        self._holds = self._counts(self.holders)
-        self._sends = self._counts(self.communicating)
+        self._holds, self._sends = self._counts(holders), self._counts(communicating)
         unit = chain.times[-1] or 1.0
-        self.times, self.crossings = chain.times / unit, chain.crossings / unit
-        self.held, self.limits = chain.held, chain.limits
-        # A microbatch passes one direction, and each crossing is counted on both sides.
-        self.bottleneck_weight = bottleneck_weight / len(directions)
-        self.communication_weight = communication_weight / len(directions) / 2
+        # A microbatch passes one direction.
+        self._times, self._crossings = (
+            each / unit / len(directions) for each in (chain.times, chain.crossings)
+        )
+        self._held, self._limits = chain.held, chain.limits
 
     def _counts(self, ranks: list[list[int]]) -> Array:
         """How often each stage (row) has each rank (column)."""
@@ -83,17 +73,15 @@ class SharedChain:
     def values(self, splits: Ends, good_enough: float = 0.0) -> list[Value]:
         """The values of splits [split, end]; lower is better.
 
-        Below the goal ``good_enough`` only the evenness of stages counts; 0 for no such goal.
+        Below the load ``good_enough`` only the evenness of stages counts; 0 for no such load.
         """
         starts, ends, stages = splits[:, :-1], splits[:, 1:], np.arange(self.num_stages)
-        spans, crossed = self.times[ends] - self.times[starts], self.crossings[starts]
-        loads = spans @ self._holds + crossed @ self._sends
-        held = (self.held[stages, ends] - self.held[stages, starts]) @ self._holds
-        fullest = (held / self.limits).max(axis=1).clip(min=1.0)
-        goal = self.bottleneck_weight * loads.max(axis=1)
-        goal += self.communication_weight * (crossed @ self._sends.sum(axis=1))
+        spans = self._times[ends] - self._times[starts]
+        loads = spans @ self._holds + self._crossings[starts] @ self._sends
+        held = (self._held[stages, ends] - self._held[stages, starts]) @ self._holds
+        fullest = (held / self._limits).max(axis=1).clip(min=1.0)
         uneven = ((spans if good_enough else loads) ** 2).sum(axis=1)
-        values = np.stack([fullest, goal.clip(min=good_enough), uneven], axis=1)
+        values = np.stack([fullest, loads.max(axis=1).clip(min=good_enough), uneven], axis=1)
         found: list[Value] = values.round(DIGITS).tolist()
         return found
 
@@ -101,28 +89,59 @@ class SharedChain:
         """The value of one split."""
         return self.values(split[None, :], good_enough)[0]
 
+    def better_splits(self, known: Ends) -> Ends | None:
+        """All splits [split, end] that fit the limits and have less load on the busiest rank than
+        ``known``, or as much as any if it does not fit; None if they are too many to enumerate."""
+        fullest, most, _ = self.value(known)
+        most = most * LESS if fullest <= 1 else math.inf
+        num_blocks, last = len(self._times) - 1, self.num_stages - 1
+        splits = np.zeros((1, 1), np.intp)
+        loads = held = np.zeros((1, self.num_ranks))
+        for stage in range(self.num_stages):
+            ends = np.arange(num_blocks - last + stage + 1 if stage < last else num_blocks + 1)
+            is_open = ends > splits[:, -1:]
+            if stage == last:
+                is_open &= ends == num_blocks
+            if is_open.sum() * self.num_ranks > PROVING:
+                return None
+            rows, stops = np.nonzero(is_open)
+            starts, holds = splits[rows, -1], self._holds[stage]
+            times = self._times[stops] - self._times[starts]
+            loads = loads[rows] + times[:, None] * holds
+            loads += self._crossings[starts, None] * self._sends[stage]
+            bytes_ = self._held[stage, stops] - self._held[stage, starts]
+            held = held[rows] + bytes_[:, None] * holds
+            # What is left must fit into the room of the ranks of later stages.
+            later = self._holds[stage + 1 :]
+            room = (most - loads) @ later.any(axis=0) if most < math.inf else most
+            rest = (self._times[-1] - self._times[stops]) * holds.sum()
+            fits = (loads < most).all(axis=1) & (held <= self._limits).all(axis=1) & (rest <= room)
+            splits = np.column_stack([splits[rows], stops])[fits]
+            loads, held = loads[fits], held[fits]
+        return splits
+
 
 def best_split(problem: SharedChain, begin: list[int], slack: float) -> tuple[list[int], bool]:
     """The best split found, from the ends of an initial split on, starting with 0.
 
-    ``slack`` is the relative loss of the goal that is accepted for more even stages.
+    ``slack`` is the relative loss of the busiest rank that is accepted for more even stages.
 
     Returns:
-        The ends of its stages, and True if it is proven that no split has a lower goal or, if ranks
-        are too full, that no split fits the limits.
+        The ends of its stages, and True if it is proven that no split has a less busy rank or, if
+        ranks are too full, that no split fits the limits.
     """
     best, _ = descend(problem, np.array(begin))
     best = perturb(problem, best, PERTURBING // 10)
-    search = BranchAndBound(problem, best)
-    is_proven = search.run()
-    if search.found is not None:
-        best, _ = descend(problem, np.array(search.found))
-    if not is_proven:
+    better = problem.better_splits(best)
+    if better is None:
         best = perturb(problem, best, PERTURBING)
+    elif len(better):
+        values = problem.values(better)
+        best = better[min(range(len(better)), key=values.__getitem__)]
     good_enough = problem.value(best)[1] * (1 + slack) / LESS
     best, looks = descend(problem, best, good_enough, PERTURBING)
     best = perturb(problem, best, PERTURBING // 10 - looks, good_enough)
-    return best.tolist(), is_proven
+    return best.tolist(), better is not None
 
 
 def descend(
@@ -165,73 +184,3 @@ def perturb(problem: SharedChain, split: Ends, most_looks: int, good_enough: flo
         if found <= best:  # an equally good split leads to other neighbours
             best, split = found, other
     return split
-
-
-class OutOfBudget(Exception):
-    """The budget of the search is used up."""
-
-
-class BranchAndBound:
-    """Search all splits that may be better than the known one.
-
-    Attributes:
-        found: the best split found that is better; None if there is none.
-    """
-
-    def __init__(self, problem: SharedChain, known: Ends) -> None:
-        fullest, goal, _ = problem.value(known)
-        self.problem = problem
-        self.found: list[int] | None = None
-        self._goal = goal * LESS if fullest <= 1 else math.inf
-        self._times, self._crossings = problem.times.tolist(), problem.crossings.tolist()
-        self._held, self._limits = problem.held.tolist(), problem.limits.tolist()
-        self._looks = 0
-        holders = problem.holders
-        self._later = [set().union(*holders[stage + 1 :]) for stage in range(len(holders))]
-
-    def run(self) -> bool:
-        """Search; return True if the budget sufficed."""
-        zeros = [0.0] * self.problem.num_ranks
-        try:
-            self._cut([0], zeros, zeros, 0.0)
-        except OutOfBudget:
-            return False
-        return True
-
-    def _cut(self, ends: list[int], busy: list[float], full: list[float], crossed: float) -> None:
-        """Try all ends of the next stage, given the loads and bytes of the ranks so far."""
-        problem, times, stage, start = self.problem, self._times, len(ends) - 1, ends[-1]
-        ranks, held, later = problem.holders[stage], self._held[stage], self._later[stage]
-        last, num_left = len(times) - 1, problem.num_stages - stage - 1
-        for end in range(start + 1 if num_left else last, last - num_left + 1):
-            self._looks += len(busy)
-            if self._looks > PROVING:
-                raise OutOfBudget
-            loads, bytes_, now = list(busy), list(full), crossed
-            for rank in ranks:
-                loads[rank] += times[end] - times[start]
-                bytes_[rank] += held[end] - held[start]
-            most = self._most(now)
-            if any(loads[rank] >= most or bytes_[rank] > self._limits[rank] for rank in ranks):
-                break  # both only grow with more blocks
-            for rank in problem.communicating[stage + 1] if num_left else ():
-                loads[rank] += self._crossings[end]
-                now += self._crossings[end]
-            most = self._most(now)
-            room = sum(most - loads[rank] for rank in later)
-            if max(loads) >= most or (times[-1] - times[end]) * len(ranks) > room:
-                continue  # a rank is too busy, or the remaining blocks do not fit
-            if num_left:
-                self._cut([*ends, end], loads, bytes_, now)
-            else:
-                self.found = [*ends, end]
-                goal = problem.bottleneck_weight * max(loads) + problem.communication_weight * now
-                self._goal = LESS * goal
-
-    def _most(self, crossed: float) -> float:
-        """The load that every rank must stay below."""
-        rest = self._goal - self.problem.communication_weight * crossed
-        weight = self.problem.bottleneck_weight
-        if not weight:
-            return math.inf if rest > 0 else 0.0
-        return rest / weight
