@@ -8,10 +8,15 @@ MICROBATCHES ?= 8
 # More arguments for pip, such as PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 # for the small CPU build of torch on Linux.
 PIP_ARGS ?=
+# Versions of torch that `make versions` tries beside the one of constraints.txt.
+TORCH ?= 2.14.1 2.15.0
 # Arguments for pytest, such as PYTEST_ARGS="-x tests/schedule" for some of the suite in one process.
 PYTEST_ARGS ?= -n 3
 # Arguments of `make clients`, such as CLIENTS_ARGS="torchtitan ZBV": a client, words of its runs.
 CLIENTS_ARGS ?=
+
+# What depends on torch.
+TORCH_TESTS := tests $(patsubst %,--ignore=tests/%,browser cli search simulate view)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,7 +28,7 @@ export OMP_NUM_THREADS := 1
 export SCHEDULE RANKS MICROBATCHES
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs package format bench clients browser clean
+.PHONY: help demo test versions check docs package format bench clients browser clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -39,6 +44,12 @@ demo: $(VENV)/.demo-installed ## train a small GPT over pipeline stages (a few m
 
 test: browser ## run the test suite
 	$(BIN)/pytest -q $(PYTEST_ARGS)
+
+versions: $(TORCH:%=.venv-torch-%/.installed) ## run the tests that depend on torch with 2.14 and 2.15 (gigabytes)
+	@for version in $(TORCH); do \
+		echo "torch $$version"; \
+		.venv-torch-$$version/bin/pytest -q $(PYTEST_ARGS) $(TORCH_TESTS) || exit; \
+	done
 
 check: browser ## lint, types, import contracts, then the test suite
 	$(BIN)/ruff check
@@ -67,7 +78,7 @@ browser: $(VENV)/.dev-installed ## get a Chromium for the browser tests, where t
 	@.ci/browser $(BIN)/python
 
 clean: ## remove the environment, caches and what runs left
-	rm -rf $(VENV) $(CLIENTS) runs build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-* runs build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # The build tools are installed first, so that they are the pinned ones too and no other
 # environment has to be made for the build.
@@ -91,4 +102,13 @@ $(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints-clients.txt $(PIP_ARGS) -e '.[clients]'
+	@touch $@
+
+.venv-torch-%/.installed: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	sed 's/^torch==.*/torch==$*/' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt \
+		$(PIP_ARGS) hatchling editables
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt \
+		$(PIP_ARGS) --no-build-isolation -e '.[test]'
 	@touch $@
