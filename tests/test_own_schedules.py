@@ -256,7 +256,7 @@ def test_schedule_ops_are_torchs(name: str) -> None:
 @comparing
 @pytest.mark.parametrize("name", MULTI)
 def test_files_of_torch_are_read(name: str, tmp_path: Path) -> None:
-    """Its own files leave stages unsharded at the end; later versions write waits, too."""
+    """Its own files leave stages unsharded at the end; torch 2.15 writes waits, too."""
     stages: Any = [
         SimpleNamespace(stage_index=i, num_stages=4, group_rank=0, group_size=2, submod=None)
         for i in range(2)
@@ -268,7 +268,8 @@ def test_files_of_torch_are_read(name: str, tmp_path: Path) -> None:
         row = []
         for act in schedule.pipeline_order_with_comms[rank]:
             row.append(str(act))
-            if "SEND" in str(act) or "REDUCE_GRAD" in str(act):
+            writes_waits = hasattr(peer, "WAIT_SEND_F")
+            if ("SEND" in str(act) or "REDUCE_GRAD" in str(act)) and not writes_waits:
                 stage, kind, mb = act[:3]
                 row.append(f"{stage}WAIT_{kind.value}{'' if mb is None else mb}")
         while row[-1].endswith("RESHARD"):

@@ -41,6 +41,7 @@ dw_runner: backward_weight_one_chunk
 args_recv_info act_send_info: get_fwd_recv_ops and its kin, or get_outputs_meta
 grad_recv_info grad_send_info: get_fwd_recv_ops and its kin, or get_outputs_meta
 node: stage_index
+p2p_per_direction p2p_per_edge: nothing, since messages each way have a communicator on CUDA
 submod_to_stage_index: get_stage_index_of_submod
 inputs_meta _outputs_meta _configure_outputs_meta _shape_inference: nothing, as shapes are learned
 _prepare_forward_infra _prepare_backward_infra: nothing, since shapes are learned from microbatches

@@ -24,6 +24,7 @@ from penstock.runtime.config import LossFn, RunConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.overlap import PairFunction
 from penstock.runtime.step import BatchSplitter, StepState
+from penstock.schedule.passes.lower import Lookahead
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family
 from penstock.trace import Trace
@@ -79,6 +80,8 @@ class PipelineSchedule:
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
+        max_active_stages: int = 3,
+        unshard_lookahead: Lookahead = "full",
         *,
         defer_reduce_grad_wait: bool = False,
         max_outstanding_sends: int | None = None,
@@ -106,6 +109,8 @@ class PipelineSchedule:
             # Torch's names; they may be set between steps.
             self._args_chunk_spec, self._kwargs_chunk_spec, self._output_merge_spec = specs
             flags = (scale_grads, backward_requires_autograd)
+            options["max_active_stages"] = max_active_stages
+            options["unshard_lookahead"] = unshard_lookahead
             self._config = RunConfig(n_microbatches, loss_fn, *specs, *flags, **options)
             program = program or self._build()
             if program is not None:
@@ -248,6 +253,9 @@ class PipelineSchedule:
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: Any = None,
+        kwarg_mbs: Any = None,
+        target_mbs: Any = None,
         finalize_gradients: bool = True,
         **kwargs: Any,
     ) -> Any:
@@ -265,11 +273,11 @@ class PipelineSchedule:
             losses: a list that is filled with the microbatches' losses, on every rank.
             return_outputs: whether to return the last stage's outputs.
             loss_kwargs: keyword arguments of the loss function.
+            arg_mbs, kwarg_mbs, target_mbs: ready microbatches instead of a batch.
             finalize_gradients: whether the gradients of replicas (DDP, FSDP2) and of shared
                 parameters are reduced. If False, they accumulate as this rank's parts, and the
                 next step with True reduces all at once; read no gradient before.
-            kwargs: keyword arguments of every stage on this rank, a whole batch; ``arg_mbs``,
-                ``kwarg_mbs`` and ``target_mbs``, ready microbatches instead of a batch; and
+            kwargs: keyword arguments of every stage on this rank, a whole batch; and
                 ``merge_outputs=False`` for a list with each microbatch's output.
 
         Returns:
@@ -281,12 +289,20 @@ class PipelineSchedule:
             ValueError: the outputs can't be merged. The step is complete; the next one may follow.
         """
         kwargs |= {"return_outputs": return_outputs, "loss_kwargs": loss_kwargs}
+        kwargs |= {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
         kwargs["finalize_gradients"] = finalize_gradients
         return self._run(args, kwargs | {"target": target, "losses": losses}, train=True)
 
     @folds_tracebacks
     def eval(
-        self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        arg_mbs: Any = None,
+        kwarg_mbs: Any = None,
+        target_mbs: Any = None,
+        **kwargs: Any,
     ) -> Any:
         """Run the forwards alone, without a graph, also under ``torch.inference_mode``. Arguments
         and result are those of ``step``.
@@ -294,6 +310,7 @@ class PipelineSchedule:
         Losses are computed where a target is given; for these alone, where outputs can't be
         merged or are not wanted, pass ``return_outputs=False``.
         """
+        kwargs |= {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
         return self._run(args, kwargs | {"target": target, "losses": losses}, train=False)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Any:

@@ -20,6 +20,7 @@ from penstock.runtime.config import LossFn
 from penstock.runtime.overlap import PairFunction
 from penstock.runtime.pipeline_schedule import PipelineSchedule, group_of
 from penstock.schedule.action import Overlap
+from penstock.schedule.passes.lower import Lookahead
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.registry import family
 from penstock.schedule.text import load_csv, save_csv
@@ -209,8 +210,14 @@ class ScheduleLoopedBFS(PipelineScheduleRuntime):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
+        max_active_stages: int = 3,
+        unshard_lookahead: Lookahead = "full",
+        *,
+        defer_reduce_grad_wait: bool = False,
+        max_outstanding_sends: int | None = None,
         **options: Any,
     ) -> None:
+        options |= {"max_active_stages": max_active_stages, "unshard_lookahead": unshard_lookahead}
         options |= {"output_merge_spec": output_merge_spec, "scale_grads": scale_grads}
         options["backward_requires_autograd"] = backward_requires_autograd
         super().__init__(stages, n_microbatches, loss_fn, **options)
