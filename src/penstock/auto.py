@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from importlib.util import find_spec
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.compat.stage import PipelineStage
 from penstock.errors import PartitionError, ScheduleError
@@ -26,7 +27,7 @@ from penstock.partition.balance.balance import balance
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.for_program import balance_for, costs_of
 from penstock.partition.cutting import cut_model
-from penstock.partition.plan import Plan, split_by_counts
+from penstock.partition.plan import split_by_counts
 from penstock.partition.profile import measure_model
 from penstock.partition.spec import SplitSpec
 from penstock.runtime.comm.process_group import (
@@ -51,9 +52,11 @@ __all__ = ["Forecast", "balance_stages", "find_program"]
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 SEARCH_S = 10.0
-# Of the runtime's pipeline, and of the tensors that AdamW updates, in bytes.
-_NUM_MICROBATCHES, _NUM_RUNS, _UPDATED_BYTES = 16, 5, 1 << 26
+# Of the pipeline that measures the runtime.
+_NUM_MICROBATCHES, _NUM_RUNS = 16, 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,15 +118,6 @@ class _Measured:
         return replace(costs, latency=self.link.latency_s, bandwidth=self.link.bandwidth)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Choice:
-    """A program, the plan of its stages if they were balanced here, and its forecast."""
-
-    program: Program
-    plan: Plan | None
-    forecast: Forecast
-
-
 def find_program(
     spec: PipelineSpec, split: SplitSpec | None, num_stages: int | None
 ) -> tuple[Program, SplitSpec | None, Forecast]:
@@ -157,10 +151,7 @@ def find_program(
         ranks=spec.ranks if group is None else group.size(),
     )  # fmt: skip
     subject = (ranks, virtual, spec.n_microbatches, spec.memory_limit, split)
-    found = _choose(spec, subject, lambda measured: _search(spec, split, ranks, virtual, measured))
-    if found.plan is not None:
-        split = SplitSpec.parse(found.plan)
-    return found.program, split, found.forecast
+    return _choose(spec, subject, lambda measured: _search(spec, split, ranks, virtual, measured))
 
 
 def balance_stages(spec: PipelineSpec, program: Program) -> tuple[SplitSpec, Forecast]:
@@ -175,12 +166,10 @@ def balance_stages(spec: PipelineSpec, program: Program) -> tuple[SplitSpec, For
             "split='auto' measures the model: pass example=, one microbatch as a tuple of "
             "positional or a dict of keyword arguments"
         )
-    found = _choose(spec, to_json(program), lambda measured: _balance(spec, program, measured))
-    assert found.plan is not None
-    return SplitSpec.parse(found.plan), found.forecast
+    return _choose(spec, to_json(program), lambda measured: _balance(spec, program, measured))
 
 
-def _choose(spec: PipelineSpec, request: object, choose: Callable[[_Measured], _Choice]) -> _Choice:
+def _choose(spec: PipelineSpec, request: object, choose: Callable[[_Measured], T]) -> T:
     """Measure on all ranks at once, and choose on the first, alike for replicas."""
     group, model, link = spec.group, spec.model, None
     if group is None:
@@ -214,21 +203,10 @@ def _measure(spec: PipelineSpec, link: Link | None) -> _Measured:
     )
 
 
-class _Through(nn.Module):
-    """Multiplies by a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
 def _runtime_s(spec: PipelineSpec) -> float:
     """The time of a forward or backward in the runtime, beyond that in a plain loop."""
     num, device = _NUM_MICROBATCHES, spec.device
-    layers = [_Through().to(device) for _ in range(2)]
+    layers = [nn.LayerNorm(1, device=device) for _ in range(2)]  # draw no random numbers
     stages = [
         PipelineStage(layer, i, 2, device, group=spec.group) for i, layer in enumerate(layers)
     ]
@@ -271,7 +249,9 @@ def _least_s(run: Callable[[], object], device: torch.device) -> float:
 # --- choosing ------------------------------------------------------------------------------------
 
 
-def _balance(spec: PipelineSpec, program: Program, measured: _Measured) -> _Choice:
+def _balance(
+    spec: PipelineSpec, program: Program, measured: _Measured
+) -> tuple[SplitSpec, Forecast]:
     found = balance_for(measured.profile, program)
     logger.info(
         "split='auto': blocks per stage %s; the busiest rank takes %.3g s per microbatch, all "
@@ -281,19 +261,16 @@ def _balance(spec: PipelineSpec, program: Program, measured: _Measured) -> _Choi
     placement = program.placement
     groups = split_by_counts(measured.profile.blocks, found.counts)
     directions = placement.num_stages // placement.num_model_stages
-    return _Choice(
-        program=program, plan=plan, forecast=_forecast(spec, program, groups * directions, measured)
-    )
+    return SplitSpec.parse(plan), _forecast(spec, program, groups * directions, measured)
 
 
 def _search(
     spec: PipelineSpec, split: SplitSpec | None, ranks: int, virtual: int, measured: _Measured
-) -> _Choice:
+) -> tuple[Program, SplitSpec | None, Forecast]:
     num_stages = ranks * virtual
-    plan: Plan | None = None
     if split is not None and split.auto:
         counts = balance(measured.profile, num_stages).counts
-        plan = measured.profile.plan(counts, made="balanced on this machine")
+        split = SplitSpec.parse(measured.profile.plan(counts, made="balanced on this machine"))
         groups = split_by_counts(measured.profile.blocks, counts)
     else:
         groups = _by_stage(spec, split, measured.profile, num_stages)
@@ -309,11 +286,7 @@ def _search(
         "auto: %s; step %.4g s predicted, at least %.4g s; %.4g bytes of activations at most",
         result.method, result.value, result.bound, result.peak,
     )  # fmt: skip
-    return _Choice(
-        program=result.program,
-        plan=plan,
-        forecast=_forecast(spec, result.program, groups, measured),
-    )
+    return result.program, split, _forecast(spec, result.program, groups, measured)
 
 
 def _forecast(

@@ -105,10 +105,10 @@ def save(
     """
     with collective_call(group, "save()", (PartitionError, OSError)):
         tensors = _on_all_ranks(group, model.state_dict)
-        params = _on_all_ranks(group, lambda: _named_params(model, optimizer))
+        flat = _on_all_ranks(group, lambda: optimizer_state(model, optimizer))
         state = {"model": {name: value for name, value in tensors.items() if keep(name)}}
         if optimizer is not None:
-            state["optim"] = _flat_state(optimizer, params)
+            state["optim"] = flat
         if extra is not None:  # a tuple is one entry; DCP would take a dict apart
             state["extra"] = {str(_rank(group)): (dict(extra), _generator_states(model))}
         # A plain module is no stage, and may be the same on every rank.
@@ -261,12 +261,12 @@ def load_optimizer_state(
     _fill(optimizer, params, flat)
 
 
-def optimizer_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def optimizer_state(model: Model, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """An optimizer's state by parameter name, flat.
 
     Args:
         model: gives the names.
-        optimizer: of this process's parameters.
+        optimizer: of this process's parameters; None has no state.
 
     Returns:
         ``state.<parameter>.<key>`` and ``param_groups.<parameter>.<setting>``, as of torch's
@@ -281,7 +281,13 @@ def optimizer_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str,
         >>> optimizer_state(layer, sgd)["param_groups.weight.lr"]
         0.5
     """
-    return _flat_state(optimizer, _named_params(model, optimizer))
+    flat: dict[str, Any] = {}
+    for param in _named_params(model, optimizer):
+        assert optimizer is not None, "it has parameters"
+        state = optimizer.state.get(param.tensor, {})
+        flat |= {f"state.{param.name}.{key}": value for key, value in state.items()}
+        flat |= {name: param.group[key] for name, key in param.settings.items()}
+    return flat
 
 
 def plain_optimizer_state(
@@ -354,15 +360,6 @@ def _named_params(model: Model, optimizer: torch.optim.Optimizer | None) -> list
                     f"{type(value).__name__}, which is saved as part of extra= alone"
                 )
     return [_Param(names[id(param)], param, group) for param, group in params]
-
-
-def _flat_state(optimizer: torch.optim.Optimizer, params: Sequence[_Param]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for param in params:
-        state = optimizer.state.get(param.tensor, {})
-        flat |= {f"state.{param.name}.{key}": value for key, value in state.items()}
-        flat |= {name: param.group[key] for name, key in param.settings.items()}
-    return flat
 
 
 def _empty_states(metadata: Metadata, params: Mapping[str, Tensor]) -> dict[str, Any]:

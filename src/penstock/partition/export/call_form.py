@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, PartitionError
 from penstock.partition.forward.module_state import tensors_in
-from penstock.partition.spec import Elsewhere, on_shapes, own_loss, with_elsewhere
+from penstock.partition.spec import Elsewhere, on_shapes, own_loss
 from penstock.stage.pytree import flatten, is_plain, unflatten
 
 __all__ = ["CallForm", "OutputForm"]
@@ -37,12 +37,12 @@ class CallForm:
     def __init__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
     ) -> None:
-        self._signature = inspect.signature(model.forward)
+        self.signature = inspect.signature(model.forward)
         try:
             leaves, self._tree = flatten(self._by_parameter(args, kwargs or {}))
         except TypeError as error:
             raise PartitionError(
-                f"the example does not fit {type(model).__name__}.forward{self._signature}: {error}"
+                f"the example does not fit {type(model).__name__}.forward{self.signature}: {error}"
             ) from error
         self._paths = self._paths_of(self._tree)
         self._kinds = [_kind(leaf) for leaf in leaves]
@@ -64,28 +64,22 @@ class CallForm:
 
     def _by_parameter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments by parameter, without defaults."""
-        parameters = self._signature.parameters
-        given = self._signature.bind(*args, **kwargs).arguments
+        parameters = self.signature.parameters
+        given = self.signature.bind(*args, **kwargs).arguments
         return {n: v for n, v in given.items() if not _is_default(v, parameters[n].default)}
 
     def _paths_of(self, tree: optree.PyTreeSpec) -> list[str]:
         """The names of a call's leaves; entries of ``**kwargs`` go by their own names."""
-        parameters = self._signature.parameters.values()
+        parameters = self.signature.parameters.values()
         catch_all = {p.name for p in parameters if p.kind is p.VAR_KEYWORD}
         return [".".join(map(str, p[1:] if p[0] in catch_all else p)) for p in tree.paths()]
 
     def rebuild(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The example call with other tensors in place of its own."""
-        bound = self._signature.bind_partial()
+        bound = self.signature.bind_partial()
         bound.arguments.update(unflatten(self._tree, _filled(self._fixed, self._slots, tensors)))
         bound.apply_defaults()
         return bound.args, bound.kwargs
-
-    def complete(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], others: Any
-    ) -> dict[str, Any]:
-        """The keyword arguments of a call, with those of other ranks that it lacks."""
-        return with_elsewhere(self._signature, args, kwargs, others)
 
     def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor | None]:
         """The tensors of a call, in the order of ``names``; None for those that are elsewhere.
@@ -97,7 +91,7 @@ class CallForm:
         try:
             leaves, tree = flatten(self._by_parameter(args, kwargs))
         except TypeError as error:
-            problem = f"the inputs do not fit forward{self._signature}: {error}"
+            problem = f"the inputs do not fit forward{self.signature}: {error}"
             raise BoundaryError(problem) from error
         if tree != self._tree:
             raise BoundaryError(

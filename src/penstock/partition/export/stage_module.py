@@ -20,6 +20,7 @@ from penstock.errors import StageError
 from penstock.partition.export.call_form import CallForm
 from penstock.partition.export.capture import CONSTANTS, Captured
 from penstock.partition.export.graph_cut import GraphCut
+from penstock.partition.spec import with_elsewhere
 from penstock.partition.ties import named_tensors, names_by_tensor
 from penstock.stage.pytree import flatten
 
@@ -102,7 +103,9 @@ class StageModule(nn.Module):
     ) -> dict[str, Any]:
         """The first stage's keyword arguments, with those of other ranks that the call lacks."""
         code = self._codes.get(self.training)
-        return dict(kwargs) if code is None else code.form.complete(args, kwargs, others)
+        if code is None:
+            return dict(kwargs)
+        return with_elsewhere(code.form.signature, args, kwargs, others)
 
     def names_used(self) -> set[str]:
         """The names of the parameters, buffers and constants that its graphs use."""
