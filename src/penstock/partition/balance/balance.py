@@ -150,7 +150,6 @@ def balance(
     bandwidth: float | None = None,
     latency_s: float = 0.0,
     microbatches: int | None = None,
-    slack: float = 0.0,
 ) -> Balance:
     """Find the split of a chain of blocks into stages whose busiest rank is least busy.
 
@@ -176,8 +175,6 @@ def balance(
             time.
         latency_s: the fixed time of each transfer.
         microbatches: microbatches per step.
-        slack: with several stages on a rank, the relative loss of the busiest rank that is accepted
-            for more even stages. Even stages suit schedules that wait for the slowest stage.
 
     Raises:
         PartitionError: there are more stages than blocks, or no split fits the memory limit; the
@@ -200,16 +197,15 @@ def balance(
         in_flight=in_flight, state_factor=state_factor, bandwidth=bandwidth, latency_s=latency_s,
         microbatches=microbatches,
     )  # fmt: skip
-    _require(0 <= slack < math.inf, f"slack is {slack}, expected a share ≥ 0, such as 0.02")
-    return balanced(costs, config, slack)
+    return balanced(costs, config)
 
 
-def balanced(costs: BlockTimes, config: BalanceConfig, slack: float = 0.0) -> Balance:
+def balanced(costs: BlockTimes, config: BalanceConfig) -> Balance:
     """The best split under this configuration; see ``balance``."""
     blocks = _blocks_of(costs)
     chain = _chain_of(blocks, config)
     if config.shares_ranks:
-        ends, is_proven = _shared_ends(chain, config, slack)
+        ends, is_proven = _shared_ends(chain, config)
     else:
         ends, is_proven = _own_ends(chain, config), True
     return _balance_of(blocks, chain, config, ends, is_proven)
@@ -259,14 +255,14 @@ def _own_ends(chain: Chain, config: BalanceConfig) -> list[int]:
     return most_even(chain, max_load)
 
 
-def _shared_ends(chain: Chain, config: BalanceConfig, slack: float) -> tuple[list[int], bool]:
+def _shared_ends(chain: Chain, config: BalanceConfig) -> tuple[list[int], bool]:
     """The ends of stages that share ranks, and True if they are proven optimal."""
     assert config.placement is not None, "it says which ranks they share"
     problem = SharedChain(chain, config.placement)
     # Start from the best split for one rank per stage.
     bottleneck = least_bottleneck(chain.loads(is_limited=False))
     begin = most_even(chain, bottleneck * MORE, is_limited=False)
-    ends, is_proven = best_split(problem, begin, slack)
+    ends, is_proven = best_split(problem, begin)
     fullest, _, _ = problem.value(np.array(ends))
     if fullest > 1:
         raise _no_room(chain, config, "the least found to work", fullest)

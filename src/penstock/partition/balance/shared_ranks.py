@@ -7,8 +7,7 @@ V-shape    rank 0   stages 0 and 3         blocks   2  2  2  2  2  2  6
 The dynamic program of ``chain.py`` does not apply: the best start depends on later stages of the
 same ranks, and the problem is NP-hard (it contains PARTITION). So a local search finds a good
 split, and an enumeration, stage by stage and within a budget, of all splits that might be better
-improves it or proves it optimal. At last the stages are made even, as long as the ranks stay as
-quick.
+improves it or proves it optimal.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Ends: TypeAlias = npt.NDArray[np.intp]
 """The ends of the stages of a split, from 0 on."""
 Value: TypeAlias = list[float]
 """The value of a split, compared in order: the excess of the fullest rank, the busiest rank's load,
-and the unevenness of ranks, or of stages if that load is good enough."""
+and the unevenness of ranks."""
 
 
 class SharedChain:
@@ -70,24 +69,20 @@ class SharedChain:
         """How often each stage (row) has each rank (column)."""
         return np.array([np.bincount(each, minlength=self.num_ranks) for each in ranks], float)
 
-    def values(self, splits: Ends, good_enough: float = 0.0) -> list[Value]:
-        """The values of splits [split, end]; lower is better.
-
-        Below the load ``good_enough`` only the evenness of stages counts; 0 for no such load.
-        """
+    def values(self, splits: Ends) -> list[Value]:
+        """The values of splits [split, end]; lower is better."""
         starts, ends, stages = splits[:, :-1], splits[:, 1:], np.arange(self.num_stages)
         spans = self._times[ends] - self._times[starts]
         loads = spans @ self._holds + self._crossings[starts] @ self._sends
         held = (self._held[stages, ends] - self._held[stages, starts]) @ self._holds
         fullest = (held / self._limits).max(axis=1).clip(min=1.0)
-        uneven = ((spans if good_enough else loads) ** 2).sum(axis=1)
-        values = np.stack([fullest, loads.max(axis=1).clip(min=good_enough), uneven], axis=1)
+        values = np.stack([fullest, loads.max(axis=1), (loads**2).sum(axis=1)], axis=1)
         found: list[Value] = values.round(DIGITS).tolist()
         return found
 
-    def value(self, split: Ends, good_enough: float = 0.0) -> Value:
+    def value(self, split: Ends) -> Value:
         """The value of one split."""
-        return self.values(split[None, :], good_enough)[0]
+        return self.values(split[None, :])[0]
 
     def better_splits(self, known: Ends) -> Ends | None:
         """All splits [split, end] that fit the limits and have less load on the busiest rank than
@@ -121,10 +116,8 @@ class SharedChain:
         return splits
 
 
-def best_split(problem: SharedChain, begin: list[int], slack: float) -> tuple[list[int], bool]:
+def best_split(problem: SharedChain, begin: list[int]) -> tuple[list[int], bool]:
     """The best split found, from the ends of an initial split on, starting with 0.
-
-    ``slack`` is the relative loss of the busiest rank that is accepted for more even stages.
 
     Returns:
         The ends of its stages, and True if it is proven that no split has a less busy rank or, if
@@ -138,23 +131,18 @@ def best_split(problem: SharedChain, begin: list[int], slack: float) -> tuple[li
     elif len(better):
         values = problem.values(better)
         best = better[min(range(len(better)), key=values.__getitem__)]
-    good_enough = problem.value(best)[1] * (1 + slack) / LESS
-    best, looks = descend(problem, best, good_enough, PERTURBING)
-    best = perturb(problem, best, PERTURBING // 10 - looks, good_enough)
     return best.tolist(), better is not None
 
 
-def descend(
-    problem: SharedChain, split: Ends, good_enough: float = 0.0, most_looks: float = math.inf
-) -> tuple[Ends, int]:
+def descend(problem: SharedChain, split: Ends) -> tuple[Ends, int]:
     """Move runs of cuts by one block while that helps; also the number of evaluated loads."""
-    best, looks, is_better = problem.value(split, good_enough), 0, True
-    while is_better and looks < most_looks:
+    best, looks, is_better = problem.value(split), 0, True
+    while is_better:
         is_better = False
         for first in range(1, problem.num_stages):
             moved = _neighbours(split, first)
             looks += max(len(moved) * problem.num_ranks, LEAST_LOOKS)
-            values = problem.values(moved, good_enough)
+            values = problem.values(moved)
             least = min(range(len(values)), key=values.__getitem__, default=0)
             if values and values[least] < best:
                 best, split, is_better = values[least], moved[least], True
@@ -169,18 +157,18 @@ def _neighbours(split: Ends, first: int) -> Ends:
     return moved[(np.diff(moved, axis=1) > 0).all(axis=1)]
 
 
-def perturb(problem: SharedChain, split: Ends, most_looks: int, good_enough: float = 0.0) -> Ends:
+def perturb(problem: SharedChain, split: Ends, most_looks: int) -> Ends:
     """The best of several descents from random splits near the best so far; deterministic."""
     draw, num_stages, looks = random.Random(0), problem.num_stages, 0
-    best = problem.value(split, good_enough)
+    best = problem.value(split)
     while looks < most_looks and num_stages > 1:
         other = split.copy()
         for _ in range(draw.randint(1, 4)):
             cut = draw.randrange(1, num_stages)
             other[cut] = draw.randint(other[cut - 1] + 1, other[cut + 1] - 1)
-        other, looked = descend(problem, other, good_enough)
+        other, looked = descend(problem, other)
         looks += looked + num_stages * problem.num_ranks
-        found = problem.value(other, good_enough)
+        found = problem.value(other)
         if found <= best:  # an equally good split leads to other neighbours
             best, split = found, other
     return split
