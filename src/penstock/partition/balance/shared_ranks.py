@@ -107,8 +107,8 @@ class SharedChain:
             bytes_ = self._held[stage, stops] - self._held[stage, starts]
             held = held[rows] + bytes_[:, None] * holds
             # What is left must fit into the room of the ranks of later stages.
-            later = self._holds[stage + 1 :]
-            room = (most - loads) @ later.any(axis=0) if most < math.inf else most
+            later = self._holds[stage + 1 :].any(axis=0)
+            room = (most - loads)[:, later].sum(axis=1)
             rest = (self._times[-1] - self._times[stops]) * holds.sum()
             fits = (loads < most).all(axis=1) & (held <= self._limits).all(axis=1) & (rest <= room)
             splits = np.column_stack([splits[rows], stops])[fits]
