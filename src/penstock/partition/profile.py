@@ -43,7 +43,6 @@ from penstock.partition.profiled_model import (
 from penstock.partition.sequential import is_sequence
 from penstock.partition.spec import Example, describe
 from penstock.stage.pytree import map_tensors, tensors_of
-from penstock.stage.rng import preserve_rng_state
 
 __all__ = ["OnProgress", "measure_model", "profile"]
 
@@ -124,16 +123,13 @@ def _measure(
     """One run without timing; the medians of ``measure_times`` over runs after a warm-up; and
     ``measure_memory``."""
     report(0, runs + 2, "which blocks run when")
-    with preserve_rng_state(profiled.device), torch.enable_grad():
-        run = profiled.on_own_state(lambda: run_profiled(profiled))
-        above = profiled.on_own_state(lambda: _hold_memory(profiled))
+    run = profiled.on_own_state(lambda: run_profiled(profiled))
+    above = profiled.on_own_state(lambda: _hold_memory(profiled))
     measured = []
     for i in range(runs + 1):
         report(i + 1, runs + 2, f"run {i} of {runs}" if i else "warm-up")
-        with preserve_rng_state(profiled.device), torch.enable_grad():
-            measured.append(profiled.on_own_state(lambda: measure_times(profiled, run)))
-    with preserve_rng_state(profiled.device), torch.enable_grad():
-        memory = profiled.on_own_state(lambda: measure_memory(profiled, run))
+        measured.append(profiled.on_own_state(lambda: measure_times(profiled, run)))
+    memory = profiled.on_own_state(lambda: measure_memory(profiled, run))
     del above
     report(runs + 2, runs + 2, "done")
     by_op = zip(*measured[1:], strict=True)

@@ -39,6 +39,7 @@ from penstock.partition.blocks import LeafModule
 from penstock.partition.plan import abbreviate
 from penstock.partition.spec import Example, as_call, describe, own_loss
 from penstock.stage.pytree import as_args, flatten, tensors_of
+from penstock.stage.rng import preserve_rng_state
 from penstock.stage.weight_grad import (
     CannotDeferError,
     DeferredGrads,
@@ -95,12 +96,11 @@ class ProfiledModel:
         return list({id(param): param for param in params}.values())
 
     def on_own_state(self, run: Callable[[], T]) -> T:
-        """Call ``run``, which runs forward and backward, with the model on ``state``.
-
-        The backward must run inside, since checkpointing recomputes forwards.
-        """
+        """Call ``run``, which runs forward and backward, with the model on ``state``; preserves the
+        random generators. The backward must run inside, since checkpointing recomputes forwards."""
         state = {f"model.{name}": value for name, value in self.state.items()}
-        found: T = functional_call(_Running(self.model), state, (run,), tie_weights=False)
+        with preserve_rng_state(self.device), torch.enable_grad():
+            found: T = functional_call(_Running(self.model), state, (run,), tie_weights=False)
         return found
 
     def forward(self) -> tuple[list[Tensor], list[Tensor]]:

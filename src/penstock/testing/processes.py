@@ -110,11 +110,11 @@ def run_ranks(work: Work, num_ranks: int, *args: Any, timeout_s: float = 60) -> 
 def _report(connection: Any, deadline: float) -> bytes | None:
     """A process's report; empty if it died, None if it is still running at the deadline."""
     try:
-        reported = connection.poll(max(0.0, deadline - time.monotonic()))
-        report: bytes | None = connection.recv_bytes() if reported else None
+        if not connection.poll(max(0.0, deadline - time.monotonic())):
+            return None
+        return bytes(connection.recv_bytes())
     except (EOFError, ConnectionResetError):
         return b""
-    return report
 
 
 def _outcome(process: Any, report: bytes | None) -> Outcome:

@@ -83,9 +83,7 @@ class ForwardTrace:
     # receives these, since masks derive from them, and control flow may depend on them.
     needs: frozenset[ValueRef] = frozenset()
     loss: bool = False  # True if the output has a scalar named loss
-    changes: frozenset[str] = (
-        frozenset()
-    )  # parameters and buffers that the top-level forward writes
+    changes: frozenset[str] = frozenset()  # parameters and buffers written by top-level code
 
     def meta_of(self, ref: ValueRef) -> TensorMeta | None:
         """The description of an input or an output; None for other values."""
