@@ -6,7 +6,8 @@ A client is a module of this package that offers
     CASES      its runs: ``Case``s, the reference of a composition before the others
     prepare    a function of (rank, number of ranks, folder), called once in one process
     train      a function of (rank, number of ranks, case, folder) that gives the rank's record:
-               {"losses": {name: number}, "gradients": {name: tensor}}
+               {"losses": {name: number}, "gradients": {name: tensor}}; the names of the first
+               step's gradients begin with "1/"
 
 ``python -m clients.run`` runs all cases on both sides and compares them. Where the environment says
 that the side is Penstock's, importing this package swaps the import.
@@ -19,7 +20,7 @@ from typing import Any
 
 __all__ = ["Case", "SIDE"]
 
-SIDE = "PENSTOCK_CLIENTS_SIDE"  # "torch" or "penstock"
+SIDE = "PENSTOCK_CLIENTS_SIDE"  # "prepare", "torch" or "penstock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,21 +32,13 @@ class Case:
         schedule: the pipeline's schedule; None for the composition's reference, which trains over
             the same data and replicas without a pipeline.
         num_ranks: how many processes.
-        tolerance: how far gradients may be from the reference's, relative to the largest element of
-            each tensor, where they are not those of torch.distributed.pipelining.
         settings: what the client reads.
     """
 
     composition: str
     schedule: str | None
     num_ranks: int
-    tolerance: float = 1e-5
     settings: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def key(self) -> tuple[str, str | None]:
-        """What the case is called in files."""
-        return self.composition, self.schedule
 
     def __str__(self) -> str:
         return f"{self.composition}, {self.schedule or 'no pipeline'}"

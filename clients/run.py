@@ -5,17 +5,17 @@
     .venv-clients/bin/python -m clients.run torchtitan ZBV FSDP2    its runs with these words
 
 Prints a table. A run of all cases writes it into docs/frameworks.md. Fails where Penstock's losses
-or gradients are wrong: neither those of torch.distributed.pipelining nor, within the tolerance of
-the case, those without a pipeline.
+or gradients are wrong: neither those of torch.distributed.pipelining nor near those without a
+pipeline.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,8 +31,11 @@ from clients import SIDE, Case
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "frameworks.md"
+RECORDS = HERE.parent.absolute() / "runs" / "clients"
 # What lies between these lines of the page is written here.
 BEGIN, END = "<!-- runs: written by make clients -->", "<!-- end of runs -->"
+
+TOLERANCE = 1e-5  # of gradients from those without a pipeline, whose sums have another order
 
 Record = dict[str, Any]
 
@@ -48,7 +51,8 @@ class Row:
         client: its name and version.
         case: what was run.
         losses, gradients: how far Penstock's are from those of torch.distributed.pipelining.
-        plain: how far its gradients are from those without a pipeline.
+        plain: how far its gradients of the first step are from those without a pipeline. In later
+            steps rounding grows: by Adam, and where tokens choose experts.
         peer_plain: how far torch.distributed.pipelining's are from those.
         error: what Penstock raised.
         peer_error: what torch.distributed.pipelining raised.
@@ -67,7 +71,7 @@ class Row:
     def holds(self) -> bool:
         """Whether the run is right."""
         equal = self.losses == 0 and self.gradients == 0
-        near = self.plain is not None and self.plain <= self.case.tolerance
+        near = self.plain is not None and self.plain <= TOLERANCE
         return not self.error and (equal or near)
 
     def cells(self) -> list[str]:
@@ -94,7 +98,7 @@ def difference(ours: Record, theirs: Record, kind: str) -> float:
     """The largest relative difference of a kind of the records' values."""
     a, b = ours[kind], theirs[kind]
     if a.keys() != b.keys() or not a:
-        raise AssertionError(f"{kind} differ in names: {sorted(a.keys() ^ b.keys())[:4]}")
+        return math.inf
     largest = 0.0
     for name in a:
         x, y = (torch.as_tensor(side[name], dtype=torch.float64) for side in (a, b))
@@ -106,10 +110,23 @@ def difference(ours: Record, theirs: Record, kind: str) -> float:
     return largest
 
 
-def compare(client: str, case: Case, records: dict[str, dict[Any, Record]]) -> Row:
-    """The row of a case."""
-    ours, theirs = (records[side][case.key] for side in ("penstock", "torch"))
-    plain = records["torch"].get((case.composition, None))
+def first_step(record: Record) -> Record:
+    """The first step's gradients."""
+    gradients = record["gradients"].items()
+    return {"gradients": {name: value for name, value in gradients if name.startswith("1/")}}
+
+
+def load(folder: Path, side: str, case: Case) -> Record | None:
+    """The record of a case; None where it was not run."""
+    path = folder / f"{side}: {case}.pt"
+    return torch.load(path, weights_only=True) if path.exists() else None
+
+
+def compare(client: str, case: Case, plain: Record | None, folder: Path) -> Row | None:
+    """The row of a case; None where it was not run."""
+    ours, theirs = load(folder, "penstock", case), load(folder, "torch", case)
+    if ours is None or theirs is None:
+        return None
     told: dict[str, Any] = {}
     if "error" not in ours and "error" not in theirs:
         told["losses"] = difference(ours, theirs, "losses")
@@ -117,26 +134,39 @@ def compare(client: str, case: Case, records: dict[str, dict[Any, Record]]) -> R
     for record, name, error in ((ours, "plain", "error"), (theirs, "peer_plain", "peer_error")):
         if "error" in record:
             told[error] = record["error"]
-        elif plain is not None:
-            told[name] = difference(record, plain, "gradients")
+        elif plain is not None and "error" not in plain:
+            told[name] = difference(first_step(record), first_step(plain), "gradients")
     return Row(client=client, case=case, **told)
 
 
-def run_client(name: str, words: Sequence[str]) -> list[Row]:
-    """A client's rows."""
-    records = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for side in ("torch", "penstock"):
-            environment = {**os.environ, SIDE: side}
-            command = [sys.executable, "-m", "clients.side", name, folder, *words]
-            subprocess.run(command, env=environment, check=True)
-            records[side] = torch.load(f"{folder}/{side}.pt", weights_only=True)
+def gather(name: str, folder: Path) -> list[Row]:
+    """The rows of the client's records."""
     client: Any = import_module(f"clients.{name}")
-    for key, record in records["torch"].items():
-        if key[1] is None and "error" in record:
-            raise RuntimeError(f"{key[0]} without a pipeline: {record['error']}")
-    cases = [case for case in client.CASES if case.key in records["penstock"]]
-    return [compare(client.TITLE, case, records) for case in cases]
+    rows: list[Row] = []
+    plain: Record | None = None
+    for case in client.CASES:
+        if case.schedule is None:
+            plain = load(folder, "torch", case)
+            if plain is not None and "error" in plain:
+                print(f"{case}: {plain['error']}")
+        elif (row := compare(client.TITLE, case, plain, folder)) is not None:
+            rows.append(row)
+    return rows
+
+
+def run_client(name: str, words: Sequence[str]) -> list[Row]:
+    """A client's rows, of runs whose records are left in RECORDS."""
+    folder = RECORDS / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "clients.side", name, str(folder), *words]
+    for sides in (["prepare"], ["torch", "penstock"]):
+        environments = [{**os.environ, SIDE: side} for side in sides]
+        processes = [subprocess.Popen(command, env=environment) for environment in environments]
+        exit_codes = [process.wait() for process in processes]
+        if any(exit_codes):
+            raise RuntimeError(f"{name}: {' or '.join(sides)} failed")
+    return gather(name, folder)
 
 
 def show(rows: Sequence[Row]) -> None:

@@ -1,7 +1,7 @@
 """The runs of a client on one side: python -m clients.side CLIENT FOLDER [WORD ...].
 
-The side is read from the environment. Each run is made by processes over gloo, forked from one that
-has imported the client, and its record is saved into the folder.
+The side is read from the environment, which may say to prepare instead. Each run is made by
+processes over gloo, forked from one that has imported the client. Records go into the folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from clients import SIDE, Case
 from penstock.testing.processes import run_ranks
 
-TIMEOUT_S = 240
+TIMEOUT_S = 400
 
 
 def run_case(client: Any, case: Case, folder: str) -> dict[str, Any]:
@@ -44,18 +44,18 @@ def main() -> None:
     multiprocessing.set_forkserver_preload([f"clients.{name}"])
     forkserver.ensure_running()
     client = import_module(f"clients.{name}")
-    if os.environ[SIDE] == "torch":
+    side = os.environ[SIDE]
+    if side == "prepare":
         for outcome in run_ranks(client.prepare, 1, folder, timeout_s=TIMEOUT_S):
             outcome.result()
+        return
     chosen = [case for case in client.CASES if all(word in str(case) for word in words)]
     compositions = {case.composition for case in chosen}
-    records = {}
     for case in client.CASES:
         reference = case.schedule is None and case.composition in compositions
-        if case in chosen if case.schedule else reference and os.environ[SIDE] == "torch":
-            print(f"{os.environ[SIDE]}: {case}", flush=True)
-            records[case.key] = run_case(client, case, folder)
-    torch.save(records, f"{folder}/{os.environ[SIDE]}.pt")
+        if case in chosen if case.schedule else reference and side == "torch":
+            print(f"{side}: {case}", flush=True)
+            torch.save(run_case(client, case, folder), f"{folder}/{side}: {case}.pt")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torchtitan.tools.utils as device_utils
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
@@ -50,6 +51,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import DebugConfig
+from torchtitan.distributed import fsdp
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models import deepseek_v3, llama3, qwen3
@@ -216,6 +218,8 @@ class Recorder:
         return log
 
     def _take(self, trainer: Trainer) -> None:
+        if trainer.step == 0:  # a step of zeros, by which it makes the optimizer's state
+            return
         for part in trainer.model_parts:
             for name, parameter in part.named_parameters():
                 for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod."):
@@ -226,16 +230,37 @@ class Recorder:
                 self.gradients[f"{trainer.step}/{self.place}/{name}"] = gradient.clone()
 
 
+def all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: Any = None) -> None:
+    """``torch.distributed.all_to_all`` of chunks along the first dimension."""
+    sizes = [[len(chunk) for chunk in chunks] for chunks in (outputs, inputs)]
+    received = torch.cat(outputs)
+    torch.distributed.all_to_all_single(received, torch.cat(inputs), *sizes, group=group)
+    for output, chunk in zip(outputs, received.split(sizes[0]), strict=True):
+        output.copy_(chunk)
+
+
 def for_cpu(rank: int) -> None:
     """What a launcher does, and what gloo lacks left out."""
     os.environ["LOCAL_RANK"] = str(rank)
-    logging.disable(logging.WARNING)
+    logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     # Another deadline for each process group, after a barrier on a device.
     dist_utils.set_pg_timeouts = lambda **_: None
     # Two seconds of sleep.
     torchtitan.trainer.time = SimpleNamespace(**vars(torchtitan.trainer.time))
     torchtitan.trainer.time.sleep = lambda seconds: None
+    # Without division FSDP2 scales in its reductions, which gloo can't: let it sum alone.
+    undivided = fsdp.disable_fsdp_gradient_division
+
+    def sum_alone(model: torch.nn.Module) -> None:
+        undivided(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+    fsdp.disable_fsdp_gradient_division = sum_alone
+    # Chunks of any sizes, of which gloo exchanges only whole tensors.
+    torch.distributed.all_to_all = all_to_all
     # What its init_distributed does; the group is there already.
     torch.autograd.set_multithreading_enabled(False)
 
@@ -284,28 +309,44 @@ SCHEDULES = (
     "ZBVZeroBubble",
     "DualPipeV",
 )
+WHOLE_AND_SPLIT = ("1F1B", "ZBVZeroBubble", "DualPipeV")  # the backward
 
 
 def cases(
     composition: str,
     schedules: tuple[str, ...],
-    *,
-    replicas: int = 1,
-    tolerance: float = 1e-5,
     **settings: Any,
 ) -> list[Case]:
     """The composition's reference, then a case per schedule."""
-    own = [(None, replicas), *((name, 2 * replicas) for name in schedules)]
+    ranks = settings.get("fsdp", 1) * settings.get("tp", 1)
+    own = [(None, ranks), *((name, 2 * ranks) for name in schedules)]
     return [
         Case(
             composition=composition,
             schedule=name,
             num_ranks=ranks,
-            tolerance=tolerance,
             settings=settings | ({"csv": True, "schedule": SCHEDULES[1]} if name == "CSV" else {}),
         )
         for name, ranks in own
     ]
 
 
-CASES = [*cases("Llama 3", (*SCHEDULES, "CSV"), model="Llama 3")]
+BFLOAT16 = {"dtype": "bfloat16"}
+LLAMA = {"model": "Llama 3"}
+DEEPSEEK = {"model": "DeepSeek-V3"}
+
+CASES = [
+    *cases("Llama 3", (*SCHEDULES, "CSV"), **LLAMA),
+    *cases("Llama 3, FSDP2 in bfloat16", SCHEDULES, **LLAMA, fsdp=2, **BFLOAT16),
+    *cases("Llama 3, TP", SCHEDULES, **LLAMA, tp=2),
+    *cases("DeepSeek-V3", WHOLE_AND_SPLIT, **DEEPSEEK),
+    *cases(
+        "DeepSeek-V3, FSDP2 and EP in bfloat16", SCHEDULES, **DEEPSEEK, fsdp=2, ep=2, **BFLOAT16
+    ),
+    *cases("Llama 3, full checkpointing", WHOLE_AND_SPLIT, **LLAMA, recompute="full"),
+    *cases("Llama 3, selective checkpointing", WHOLE_AND_SPLIT, **LLAMA, recompute="selective"),
+    *cases("Llama 3, validated and resumed", WHOLE_AND_SPLIT, **LLAMA, validate=True, resume=True),
+    *cases("Llama 3, layers compiled", WHOLE_AND_SPLIT, **LLAMA, compile=True),
+    *cases("Llama 3, loss in chunks", WHOLE_AND_SPLIT, **LLAMA, chunked_loss=True),
+    *cases("Qwen 3", WHOLE_AND_SPLIT, model="Qwen 3"),
+]
