@@ -214,8 +214,7 @@ def figures_of(
         peak = max(first.peak_bytes)
         over = " (over the limit)" if exceeds(peak, limit) else ""
         figures.append(("peak held", amount(peak) + over))
-        if first.bounds is not None:
-            figures.append(("makespan lower bound", amount(first.bounds.makespan)))
+        figures.append(("makespan lower bound", amount(first.bounds.makespan)))
         figures.append(("messages", str(first.messages)))
     if len(steps) > 1 and steps[1].makespan:
         ratio = steps[0].makespan / steps[1].makespan
