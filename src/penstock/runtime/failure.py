@@ -8,7 +8,8 @@
     watchdog           read        read       read: a cause!  aborts ────────┘
     rank 1        ── raises, writes the cause ──────┘
 
-The lists of failures are ``cause.FailureLog``.
+A process that dies writes no cause: the waits for it break or time out, and ``error_to_raise``
+publishes an error that names its rank. The lists of failures are ``cause.FailureLog``.
 """
 
 from __future__ import annotations

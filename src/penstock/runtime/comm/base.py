@@ -160,9 +160,10 @@ MetasOf: TypeAlias = Callable[[MicrobatchState, bytes | None], Sequence[TensorMe
 class RecvQueue:
     """The receives from ``peer`` whose metadata is unknown, in the order of the peer's sends.
 
-    A receive is posted directly if its metadata is cached and none is deferred. Otherwise (a
-    new shape, resent metadata, dynamic shapes) the wait that needs it receives its metadata and
-    posts it. Later receives queue behind it, which preserves the order on the wire.
+    A receive is posted directly if its metadata is cached and none is deferred. Otherwise (a new
+    shape id of ``shape_ids.py``, resent metadata, dynamic shapes) it is posted late: the wait that
+    needs it receives its metadata and posts it. Later receives queue behind it, which preserves
+    the order on the wire.
     """
 
     def __init__(self, transport: Transport, peer: int, device: torch.device) -> None:
