@@ -1,11 +1,12 @@
 """Forecasts of a step's time and memory, beside what steps then take, on gloo processes.
 
-    predict   10 steps   predict   10 steps   ...
+    predict   10 steps   predict   10 steps   ...   predict
 
 Each round makes a new pipeline, which measures the model and predicts, and then trains ten steps
-with AdamW. The median of the ten counts, and over rounds the median of the errors. Memory is that
-of tensors, as torch's profiler sees it allocated and freed in one more step, beside the parameters
-and the state of AdamW: peak resident memory would also show what measuring left to the C library.
+with AdamW. The median of the ten counts, beside the mean of the predictions before and after, since
+a machine's speed drifts; and over rounds the median of the errors. Memory is that of tensors, as
+torch's profiler sees it allocated and freed in one more step, beside the parameters and the state
+of AdamW: peak resident memory would also show what measuring left to the C library.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import time
 import warnings
 from importlib import import_module
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -112,13 +113,16 @@ def predict_and_train(
     tokens = torch.randint(VOCABULARY, (ROWS * MICROBATCHES, LENGTH))
     batch = {"input_ids": tokens, "labels": tokens}
     example = {key: value[:ROWS] for key, value in batch.items()}
-    times, sizes = [], (0.0, 0.0)
-    for number in range(rounds):
+    predicted, measured, sizes = [], [], (0.0, 0.0)
+    for number in range(rounds + 1):
         pipe = Pipeline(
             model, example=example, schedule=schedule, split="auto", n_microbatches=MICROBATCHES
         )
         forecast = pipe.forecast
         assert forecast is not None
+        predicted.append(forecast.step_s + forecast.optimizer_s)
+        if number == rounds:
+            break
         optimizer = torch.optim.AdamW([{"params": list(pipe.parameters())}])
         taken = []
         for _ in range(1 + steps):  # the first warms up
@@ -129,12 +133,16 @@ def predict_and_train(
             optimizer.step()
             dist.barrier()
             taken.append(time.perf_counter() - start)
-        times.append((forecast.step_s + forecast.optimizer_s, median(taken[1:])))
+        measured.append(median(taken[1:]))
         pipe.zero_grad()
         if number == 0:
             held = 3 * sum(param.nbytes for param in pipe.parameters())
             sizes = (forecast.peak_bytes[rank], held + _allocated_bytes(pipe, batch))
             pipe.zero_grad()
+    times = [
+        (sum(pair) / 2, taken_s)
+        for pair, taken_s in zip(pairwise(predicted), measured, strict=True)
+    ]
     return {"times": times, "bytes": sizes}
 
 

@@ -220,9 +220,28 @@ def test_time_counts_where_it_is_spent() -> None:
     naps = [(0.0, 0.0), (0.08, 0.0), (0.0, 0.16), (0.04, 0.06)]
     measured = profile(nn.Sequential(*(Napping(*nap) for nap in naps)), torch.ones(1, DIM), runs=3)
     for block, (forward_s, backward_s) in zip(measured.blocks, naps, strict=True):
-        assert forward_s <= block.forward_s < forward_s + 0.035
-        assert backward_s <= block.input_grad_s < backward_s + 0.035
+        assert forward_s <= block.forward_s < forward_s + 0.06
+        assert backward_s <= block.input_grad_s < backward_s + 0.06
         assert 0 < block.weight_grad_s < 0.035
+
+
+def test_a_delay_that_moves_between_blocks_counts() -> None:
+    """One of three layers naps in each forward, and each in one of three runs: no median does."""
+
+    class NappingInTurn(Napping):
+        calls = turn = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return Nap.apply(
+                self.linear(x), 0.09 if (self.calls + self.turn) % 3 == 0 else 0.0, 0.0
+            )
+
+    layers = [NappingInTurn(0.0, 0.0) for _ in range(3)]
+    for turn, layer in enumerate(layers):
+        layer.turn = turn
+    measured = profile(nn.Sequential(*layers), torch.ones(1, DIM), runs=3)
+    assert 0.09 <= sum(block.forward_s for block in measured.blocks) < 0.15
 
 
 def test_the_loss_counts_with_the_last_block() -> None:

@@ -132,9 +132,16 @@ def _measure(
     memory = profiled.on_own_state(lambda: measure_memory(profiled, run))
     del above
     report(runs + 2, runs + 2, "done")
-    by_op = zip(*measured[1:], strict=True)
-    medians = [tuple(map(statistics.median, zip(*each, strict=True))) for each in by_op]
-    return run, medians, memory
+    return run, list(map(_median_times, zip(*measured[1:], strict=True))), memory
+
+
+def _median_times(runs: Sequence[Times]) -> Times:
+    """The medians by segment, scaled to the median of whole runs: what delays one segment now and
+    another then is in no median of theirs, but in every step."""
+    medians = tuple(map(statistics.median, zip(*runs, strict=True)))
+    whole = sum(medians)
+    scale = statistics.median(map(sum, runs)) / whole if whole else 1.0
+    return tuple(scale * median for median in medians)
 
 
 def _hold_memory(profiled: ProfiledModel) -> object:
