@@ -83,6 +83,43 @@ def test_proven_optima_are_found_and_never_beaten(
     assert max(found.simulation.peak_in_flight) <= limit
 
 
+# P = 4, M = 8, two stages per rank, little memory: costs, placement, limit, and the makespan that
+# is proven best, or the best of minutes of search.
+TIGHT = [
+    (
+        Costs(
+            forward=[1.26, 1.38, 0.78, 1.27, 1.44, 1.69, 0.64, 0.96],
+            input_grad=[0.64, 1.71, 1.54, 0.56, 1.97, 1.95, 1.48, 1.42],
+            weight_grad=[0.57, 0.33, 1.2, 0.4, 0.62, 0.71, 0.35, 1.09],
+            latency=1.0,
+        ),
+        wave(4, 1),
+        3,
+        164.23,
+    ),
+    (
+        Costs(
+            forward=[0.82, 0.95, 0.85, 0.83, 0.8, 1.01, 1.17, 0.81],
+            input_grad=[1.4, 1.35, 1.31, 1.17, 1.1, 1.32, 1.07, 1.34],
+            weight_grad=[0.8, 0.72, 0.88, 0.74, 0.81, 0.65, 0.74, 0.88],
+        ),
+        looped(4, 2),
+        4,
+        68.39,
+    ),
+]
+
+
+@pytest.mark.usefixtures("no_clock")
+@pytest.mark.parametrize(("costs", "placement", "limit", "best"), TIGHT)
+def test_tight_memory_costs_no_more_than_a_percent(
+    costs: Costs, placement: Any, limit: int, best: float
+) -> None:
+    found = search(costs, ranks=4, microbatches=8, memory_limit=limit, placements=[placement])
+    assert_sound(found, costs)
+    assert found.value <= 1.01 * best
+
+
 @pytest.mark.usefixtures("no_clock")
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_span_is_not_proven_best_where_ranks_that_start_late_beat_it(exact: bool) -> None:

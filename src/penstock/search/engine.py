@@ -251,12 +251,14 @@ def _run_methods(
     if size > _EXCHANGED and not state.is_over():
         _reschedule(state)
     # The parts of the work.
-    parts = (0.35, 0.65, 0.0) if size <= _EXCHANGED else (1.0, 0.0, 0.0)
+    parts = [0.35, 0.65] if size <= _EXCHANGED else [1.0]
     if exact and size <= _EXACT:
-        parts = (0.1, 0.05, 0.85) if size <= _PROVEN else (0.2, 0.5, 0.3)
-    left, methods = 1.0, (_tune_patterns, _search_locally, _search_exactly)
-    for method, share in zip(methods, parts, strict=True):
-        if share and not state.is_over():
+        # Under tight memory local search goes on where exact search ends.
+        parts = [0.1, 0.05, 0.65, 0.2] if size <= _PROVEN else [0.2, 0.5, 0.3]
+    methods = _tune_patterns, _search_locally, _search_exactly, _search_locally
+    left = 1.0
+    for method, share in zip(methods, parts, strict=False):
+        if not state.is_over():
             method(state, budget.part(share, of=left))
         left -= share
         state.done_s += budget.work_s * share

@@ -167,6 +167,7 @@ class _Model:
         to the end of I and from there on."""
         problem, changes, limit = self.problem, self.problem.changes, self.problem.limit
         stages = problem.placement.num_stages
+        self.keep_room()
         for rank in range(problem.placement.num_ranks):
             # The first kind, the last kind, and the size that is held from one to the other.
             parts: list[tuple[int, int, float]] = []
@@ -200,6 +201,22 @@ class _Model:
                     held.append(self.cp.new_interval_var(begin, length, end, f"h{first}.{n}"))
                     demands.append(int(size / unit + 1e-6))
             self.cp.add_cumulative(held, demands, int(limit / unit + 1e-6))
+
+    def keep_room(self) -> None:
+        """Exclude dead ends early: a microbatch may enter a stage only if the first one that has
+        not come back to the rank's last stage can still hold all of the rank's stages."""
+        problem, most = self.problem, self.problem.most
+        for rank in range(problem.placement.num_ranks):
+            of_rank = problem.placement.stages_of(rank)
+            whole, passed = sum(problem.changes[stage] for stage in of_rank), 0.0
+            back = of_rank[-1] + problem.placement.num_stages
+            for stage in of_rank:
+                passed += problem.changes[stage]
+                if most - whole < passed * problem.num_microbatches:
+                    others = int((most - whole) / passed) + 1
+                    late = self.starts[stage][others:]
+                    for two, one in zip(late, self.starts[back], strict=False):
+                        self.cp.add(two >= one + self.lengths[back])
 
     def order(self, solver: Any) -> Order:
         """Sort each rank's kinds by start; zero-length actions that tie keep their order."""
