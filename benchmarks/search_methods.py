@@ -25,7 +25,6 @@ from penstock.search.state import Budget
 # Each method: the function that runs it, the cases that it is there for, and how it signs results.
 METHODS = {
     "closed forms": ("_closed_forms", "any", ("closed form",)),
-    "list scheduling of closed forms": ("_reschedule", "large", ("list scheduling",)),
     "periodic patterns": ("_tune_patterns", "any", ("periodic",)),
     "local search": ("_search_locally", "any", ("local",)),
     "exact search": ("_search_exactly", "small", ("exact",)),

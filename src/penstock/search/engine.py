@@ -1,6 +1,6 @@
 """``search``: the best program for given costs, by methods from cheap to exact.
 
-    closed forms       every registered schedule on these placements; list-scheduled in large steps
+    closed forms       every registered schedule on these placements
     periodic patterns  tuned on few microbatches, the best stretched to all
     local search       neighbours on the critical path of several orders, if the step is not large
     exact              CP-SAT, started from the best, if the step is small
@@ -27,7 +27,6 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, schedules
 from penstock.schedule.rules import COMPUTE, INPUT_GRADS
-from penstock.schedule.workload import schedule_by_priority
 from penstock.search.exact import improve
 from penstock.search.local_search import anneal
 from penstock.search.memory_reduction import (
@@ -248,8 +247,6 @@ def _run_methods(
     if not state.done_s:
         _closed_forms(state)
     size = problems[0].size
-    if size > _EXCHANGED and not state.is_over():
-        _reschedule(state)
     # The parts of the work.
     parts = [0.35, 0.65] if size <= _EXCHANGED else [1.0]
     if exact and size <= _EXACT:
@@ -271,8 +268,8 @@ def _closed_forms(state: SearchState) -> None:
     some = state.problems[0]
     placements = [problem.placement for problem in state.problems]
     virtuals = sorted({placement.num_stages // placement.num_ranks for placement in placements})
-    # Schedules that are built for given costs come last: they take longer. In a step so large that
-    # list scheduling follows, they are built for none.
+    # Schedules that are built for given costs come last: they take longer. In a large step they are
+    # built for none.
     families = sorted(schedules(), key=lambda family: bool(family.costs))
     build_one = partial(build_for, some.costs) if some.size <= _EXCHANGED else build
     for family, virtual in product(families, virtuals):
@@ -295,23 +292,6 @@ def _closed_forms(state: SearchState) -> None:
         if same and ops <= COMPUTE and ops & INPUT_GRADS and program.placement in placements:
             problem = state.problems[placements.index(program.placement)]
             state.note(problem, program, f"closed form: {family.name}")
-
-
-def _reschedule(state: SearchState) -> None:
-    """List-schedule the orders of the best closed forms, for steps too large for local search."""
-    for problem in state.problems:
-        found = state.ranked(problem.placement, feasible=False)
-        for each in [each for each in found if each.method.startswith("closed form")][:3]:
-            if state.is_late(times=2):
-                return
-            priorities: list[list[float]] = [[] for _ in range(problem.num_kinds)]
-            for kinds in problem.order(each.program):
-                for position, kind in enumerate(kinds):
-                    priorities[kind].append(position)
-            order = schedule_by_priority(problem, priorities).order
-            state.note_order(
-                problem, order, f"list scheduling: in the order of {each.program.name}"
-            )
 
 
 def _tune_patterns(state: SearchState, budget: Budget) -> None:
