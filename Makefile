@@ -102,6 +102,9 @@ $(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints-clients.txt $(PIP_ARGS) -e '.[clients]'
+	@# Without what it asks for beside transformers, most of it for CUDA; its pipelining imports none.
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-deps -c constraints-clients.txt $(PIP_ARGS) nemo-automodel
 	@touch $@
 
 .venv-torch-%/.installed: pyproject.toml constraints.txt

@@ -210,6 +210,13 @@ def test_overridden_methods_of_stages_are_refused(name: str) -> None:
     for stage in (own(nn.Identity(), 0, 1, CPU), patched):
         with pytest.raises(ScheduleError, match=f"stage 0 has a {name} of its own, which schedul"):
             penstock.ScheduleGPipe(stage, 2)
+    stage = PipelineStage(nn.Identity(), 0, 1, CPU)
+    schedule = penstock.ScheduleGPipe(stage, 2)
+    setattr(stage, name, lambda *args: None)
+    with pytest.raises(ScheduleError, match=f"stage 0 has a {name} of its own, which schedul"):
+        schedule.eval(torch.ones(4, DIM))
+    delattr(stage, name)
+    assert torch.equal(schedule.eval(torch.ones(4, DIM)), torch.ones(4, DIM))
     renamed = type("Renamed", (PipelineStage,), {"log_prefix": "mine"})
     penstock.ScheduleGPipe(renamed(nn.Identity(), 0, 1, CPU), 2)
 
