@@ -263,7 +263,7 @@ def _shared_ends(chain: Chain, config: BalanceConfig) -> tuple[list[int], bool]:
     bottleneck = least_bottleneck(chain.loads(is_limited=False))
     begin = most_even(chain, bottleneck * MORE, is_limited=False)
     ends, is_proven = best_split(problem, begin)
-    fullest, _, _ = problem.value(np.array(ends))
+    fullest, *_ = problem.value(np.array(ends))
     if fullest > 1:
         raise _no_room(chain, config, "the least found to work", fullest)
     return ends, is_proven

@@ -37,7 +37,7 @@ Ends: TypeAlias = npt.NDArray[np.intp]
 """The ends of the stages of a split, from 0 on."""
 Value: TypeAlias = list[float]
 """The value of a split, compared in order: the excess of the fullest rank, the busiest rank's load,
-and the unevenness of ranks."""
+and the unevenness of ranks, and of stages."""
 
 
 class SharedChain:
@@ -76,7 +76,8 @@ class SharedChain:
         loads = spans @ self._holds + self._crossings[starts] @ self._sends
         held = (self._held[stages, ends] - self._held[stages, starts]) @ self._holds
         fullest = (held / self._limits).max(axis=1).clip(min=1.0)
-        values = np.stack([fullest, loads.max(axis=1), (loads**2).sum(axis=1)], axis=1)
+        uneven = [(each**2).sum(axis=1) for each in (loads, spans)]
+        values = np.stack([fullest, loads.max(axis=1), *uneven], axis=1)
         found: list[Value] = values.round(DIGITS).tolist()
         return found
 
@@ -87,7 +88,7 @@ class SharedChain:
     def better_splits(self, known: Ends) -> Ends | None:
         """All splits [split, end] that fit the limits and have less load on the busiest rank than
         ``known``, or as much as any if it does not fit; None if they are too many to enumerate."""
-        fullest, most, _ = self.value(known)
+        fullest, most, *_ = self.value(known)
         most = most * LESS if fullest <= 1 else math.inf
         num_blocks, last = len(self._times) - 1, self.num_stages - 1
         splits = np.zeros((1, 1), np.intp)
