@@ -95,6 +95,14 @@ class Doubled:
 
 
 @dataclass
+class Listed:
+    parts: list[Tensor]
+
+    def __post_init__(self) -> None:
+        self.parts = list(self.parts)
+
+
+@dataclass
 class Once:
     x: Tensor
     is_ready: bool = False
@@ -115,6 +123,7 @@ def changed(batch: Batch, **values: Any) -> Batch:
     [
         (Scaled(torch.ones(4, 1), 2.0), "scale differs, or is none of its fields"),
         (Doubled(torch.ones(4, 1)), "x differs"),
+        (Listed([torch.ones(4, 1)]), "parts differs"),
         (Once(torch.ones(4, 1)), r"its constructor fails: RuntimeError\('ready alre"),
         (changed(Batch(torch.ones(4, 1)), rows=7), "rows differs"),
         (

@@ -133,9 +133,8 @@ class PipelineStage(ExchangingStage):
         self.group_rank: int = group.rank() if group is not None else 0
         self.group_size: int = group.size() if group is not None else 1
         self.stage_index_to_group_rank = {i: i % self.group_size for i in range(self.num_stages)}
-        # While a manual step runs; and whether the backward that completes it reduces.
-        self._replicas: Replicas | None = None
-        self._reduces = False
+        self._replicas: Replicas | None = None  # None between manual steps
+        self._reduces = False  # True if the backward that completes the step reduces
         self._states = {}
         self._forward_contexts: OrderedDict[int, ForwardContext] = OrderedDict()
 

@@ -136,8 +136,10 @@ def _measure(
 
 
 def _median_times(runs: Sequence[Times]) -> Times:
-    """The medians by segment, scaled to the median of whole runs: what delays one segment now and
-    another then is in no median of theirs, but in every step."""
+    """The medians by segment, scaled to the median of whole runs.
+
+    A delay in another segment of each run is in no segment's median, but it lengthens every step.
+    """
     medians = tuple(map(statistics.median, zip(*runs, strict=True)))
     whole = sum(medians)
     scale = statistics.median(map(sum, runs)) / whole if whole else 1.0

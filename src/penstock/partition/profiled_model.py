@@ -96,8 +96,10 @@ class ProfiledModel:
         return list({id(param): param for param in params}.values())
 
     def on_own_state(self, run: Callable[[], T]) -> T:
-        """Call ``run``, which runs forward and backward, with the model on ``state``; preserves the
-        random generators. The backward must run inside, since checkpointing recomputes forwards."""
+        """Call ``run`` with the model on ``state``; preserve the random number generators.
+
+        ``run`` runs forward and backward, since checkpointing recomputes forwards in the backward.
+        """
         state = {f"model.{name}": value for name, value in self.state.items()}
         with preserve_rng_state(self.device), torch.enable_grad():
             found: T = functional_call(_Running(self.model), state, (run,), tie_weights=False)

@@ -67,8 +67,8 @@ class BoundProgram:
         rank, alone = transports[0].rank, self._is_single_process
         # With several copies of the model, the first copy's ranks broadcast.
         self._entry_ranks, self._exit_ranks = (
-            [rank if alone else placement.rank_of(stage) for stage in stages]
-            for stages in (placement.entries, placement.exits)
+            [rank if alone else placement.rank_of(stage) for stage in ends]
+            for ends in (placement.entries, placement.exits)
         )
         self._is_first = rank == self._entry_ranks[0]
         self._enters = rank in self._entry_ranks

@@ -319,7 +319,7 @@ class PipelineSchedule:
         train = train and self.has_loss and engine.requested.has_backward
 
         def prepare() -> StepState:
-            _refuse_overrides(type(self), self._stages)  # again: a stage may have been patched
+            _refuse_overrides(type(self), self._stages)  # a stage may have been patched since
             if train and config.backward_requires_autograd and not torch.is_grad_enabled():
                 raise StageError("step() computes gradients, but runs under no_grad; use eval()")
             if not isinstance(filled, list | None):

@@ -107,7 +107,7 @@ class SharedChain:
             loads += self._crossings[starts, None] * self._sends[stage]
             bytes_ = self._held[stage, stops] - self._held[stage, starts]
             held = held[rows] + bytes_[:, None] * holds
-            # What is left must fit into the room of the ranks of later stages.
+            # The remaining blocks must fit into the room of the ranks of later stages.
             later = self._holds[stage + 1 :].any(axis=0)
             room = (most - loads)[:, later].sum(axis=1)
             rest = (self._times[-1] - self._times[stops]) * holds.sum()
