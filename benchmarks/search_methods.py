@@ -47,7 +47,7 @@ def small_case(number: int) -> dict[str, Any]:
     """A step of P ≤ 4 and M ≤ 8, on one placement; most have little memory."""
     draw = random.Random(number)
     ranks, virtual = draw.choice([2, 3, 4, 4, 4]), draw.choice([1, 2, 2])
-    placement = draw.choice([looped(ranks, 2), wave(ranks, 1)] if virtual == 2 else [looped(ranks)])
+    placement = draw.choice([looped(ranks, virtual), *([wave(ranks, 1)] if virtual == 2 else [])])
     usual = ranks * virtual
     return {
         "costs": drawn_costs(
