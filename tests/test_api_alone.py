@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import penstock
-from penstock.compat.torch_names import OF_MODULE, OF_SCHEDULE, OF_STAGE
 
 DIM = 6
 CPU = torch.device("cpu")
@@ -73,31 +71,6 @@ def test_a_traced_stage_knows_where_its_outputs_go() -> None:
     assert [stage.get_stage_index_of_submod(node.name) for node in stages] == [0, 1]
     assert [stage.find_dst_rank(node) for node in stages] == [0, 0]  # one process holds all
     assert stage.find_dst_rank(nodes[-1]) is None
-
-
-DOCS = Path(__file__).parents[1] / "docs"
-
-
-def test_further_names_of_torch_are_explained_on_import() -> None:
-    with pytest.raises(ImportError, match=r"'_merge_bw' from 'penstock': use penstock\.Schedu"):
-        exec("from penstock import _merge_bw")
-    for name in OF_MODULE:
-        with pytest.raises(ImportError, match=f"'{name}' from 'penstock': use "):
-            getattr(penstock, name)
-    said = (DOCS / "from-torch.md").read_text()
-    assert not [n for n in {**OF_MODULE, **OF_STAGE, **OF_SCHEDULE} if f"`{n}`" not in said]
-
-
-def test_further_names_of_torch_are_explained_on_access() -> None:
-    stage: Any = penstock.PipelineStage(nn.Linear(DIM, DIM), 0, 1, torch.device("cpu"))
-    schedule: Any = penstock.ScheduleGPipe(stage, 2, nn.MSELoss())
-    told = r"'ScheduleGPipe' object .* '_has_backward', which torch's has: use has_loss \("
-    with pytest.raises(AttributeError, match=told):
-        _ = schedule._has_backward
-    for owner, names in ((stage, OF_STAGE), (schedule, OF_SCHEDULE)):
-        assert not any(hasattr(owner, name) for name in names)
-        with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
-            _ = owner.nothing
 
 
 def test_options_of_later_versions_of_torch_are_taken() -> None:

@@ -159,9 +159,6 @@ def __getattr__(name: str) -> object:
     called = _OF_TORCH.get(name, name)
     module = _HOME.get(called)
     if module is None:
-        torch_names = import_module("penstock.compat.torch_names")
-        if name in torch_names.OF_MODULE:
-            raise torch_names.no_import(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(module), called)
     globals()[name] = value

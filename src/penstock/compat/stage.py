@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from inspect import isfunction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from torch.utils.hooks import RemovableHandle
 from penstock.cause import own_group, publishing_errors
 from penstock.compat.backward import stage_backward, stage_backward_input, stage_backward_weight
 from penstock.compat.exchange import ExchangingStage, ManualState, Phase
-from penstock.compat.torch_names import OF_STAGE, no_attribute
 from penstock.errors import StageError
 from penstock.parallel.data_parallel import Replicas, replicas_of
 from penstock.stage.boundary import describe, static_spec
@@ -442,11 +441,6 @@ class PipelineStage(ExchangingStage):
         """Clear all microbatch states and abort an unfinished manual step."""
         self._states.clear()
         self._end_step(reduce=False)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> None:
-            raise no_attribute(self, name, OF_STAGE)
 
 
 # The methods that no schedule calls.

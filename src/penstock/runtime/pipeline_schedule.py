@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from torch import Tensor
 from penstock.cause import default_group, publishing_errors
 from penstock.compat.actions import PipelineOrder, order_of, program_of
 from penstock.compat.stage import HAND_DRIVEN, PipelineStage
-from penstock.compat.torch_names import OF_SCHEDULE, no_attribute
 from penstock.errors import ScheduleError, StageError, folds_tracebacks
 from penstock.runtime.comm.agreement import exclusive_step
 from penstock.runtime.comm.base import Transport
@@ -345,11 +344,6 @@ class PipelineSchedule:
         engine = self.engine
         with exclusive_step(engine, self._group):
             return engine.trace()
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> None:
-            raise no_attribute(self, name, OF_SCHEDULE)
 
 
 @contextmanager
