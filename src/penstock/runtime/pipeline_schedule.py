@@ -162,43 +162,6 @@ class PipelineSchedule:
         virtual = self.num_stages // unit
         return build(name, ranks=ranks, microbatches=self.n_microbatches, virtual=virtual)
 
-    @classmethod
-    def stage_ids(
-        cls, rank: int | None = None, *, num_ranks: int | None = None, virtual: int | None = None
-    ) -> tuple[int, ...]:
-        """The indices of a rank's stages, for making its ``PipelineStage``s.
-
-        Args:
-            rank, num_ranks: the rank, and the number of ranks; of the default group if None.
-            virtual: stages per rank (in each direction); the schedule's default if None.
-
-        Raises:
-            ScheduleError: the schedule does not work with so many ranks or stages per rank, or
-                the class runs any program.
-
-        Examples:
-            >>> from penstock import ScheduleDualPipe, ScheduleInterleaved1F1B
-            >>> ScheduleInterleaved1F1B.stage_ids(1, num_ranks=4)
-            (1, 5)
-            >>> ScheduleDualPipe.stage_ids(1, num_ranks=4)
-            (1, 6)
-        """
-        name, group = cls.schedule_name, default_group()
-        if name is None:
-            raise ScheduleError(
-                f"{cls.__name__} runs any program; use its program.placement.stages_of(rank)"
-            )
-        if rank is None:
-            rank = 0 if group is None else group.rank()
-        if num_ranks is None:
-            num_ranks = 1 if group is None else group.size()
-        if not 0 <= rank < num_ranks:
-            raise ScheduleError(f"rank {rank} of {num_ranks} ranks does not exist")
-        # The placement does not depend on the number of microbatches.
-        _, microbatches = family(name).nearest(num_ranks, num_ranks)
-        program = build(name, ranks=num_ranks, microbatches=microbatches, virtual=virtual)
-        return program.placement.stages_of(rank)
-
     # --- facts -------------------------------------------------------------------------------
 
     @property
