@@ -82,7 +82,7 @@ class Pipeline(ModelState):
         device: the stages' device. By default the CPU, or this process's GPU under torchrun.
         group: the process group; the default group if None.
         options: ``args_chunk_spec``, ``kwargs_chunk_spec``, ``output_merge_spec``,
-            ``scale_grads``, ``dynamic_shapes``, ``microbatch_rng``, ``overlap``, ``sequence_dim``,
+            ``scale_grads``, ``dynamic_shapes``, ``microbatch_rng``, ``sequence_dim``,
             ``max_active_stages``, ``unshard_lookahead``, ``timeout_s`` and ``shared``, which is
             needed only for a list of ``PipelineStage`` (see ``penstock.runtime.config.RunConfig``).
 

@@ -27,7 +27,7 @@ class Case:
         habits: what is done with gradients.
         hooks: kinds of hooks, and the units that have them.
         metrics: whether the loss function returns more than the loss.
-        scale_grads, dynamic_shapes, microbatch_rng, overlap: of the pipeline.
+        scale_grads, dynamic_shapes, microbatch_rng: of the pipeline.
         all_inputs: whether every rank passes inputs and targets, or just those that need them.
         replicas: how stages are replicated, if they are.
         moves: what is done, in turn.
@@ -42,7 +42,6 @@ class Case:
     scale_grads: bool
     dynamic_shapes: bool
     microbatch_rng: bool
-    overlap: bool
     all_inputs: bool
     replicas: str
     moves: tuple[Move, ...]

@@ -57,7 +57,6 @@ def draw_case(
         scale_grads=not draws.chance(0.2) or way == "pieces",
         dynamic_shapes=draws.takes("dynamic-shapes", 0.3),
         microbatch_rng=random and way != "pieces",
-        overlap=draws.part("overlap").chance(0.2),
         all_inputs=draws.chance(0.5),
         replicas=replicas,
         moves=(),

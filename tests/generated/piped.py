@@ -118,7 +118,6 @@ class Piped(Common):
                 scale_grads=case.scale_grads,
                 dynamic_shapes=case.dynamic_shapes,
                 microbatch_rng=case.microbatch_rng,
-                overlap=case.overlap,
                 group=self.group,
                 timeout_s=TIMEOUT_S,
                 **given | more,

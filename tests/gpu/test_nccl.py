@@ -40,7 +40,7 @@ SCHEDULES = (
 )
 
 
-def train_rank(rank: int, num_ranks: int, schedule: str, overlap: bool) -> None:
+def train_rank(rank: int, num_ranks: int, schedule: str) -> None:
     group = make_group(rank, num_ranks)
     each = family(schedule)
     _, microbatches = each.nearest(num_ranks, 8)
@@ -50,17 +50,15 @@ def train_rank(rank: int, num_ranks: int, schedule: str, overlap: bool) -> None:
         schedule,
         n_microbatches=microbatches,
         group=group,
-        overlap=overlap,
         timeout_s=60.0,
     )
     train(both, tokens, rows=2 * microbatches)
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_ranks_on_devices_of_their_own_train_right(schedule: str, overlap: bool) -> None:
-    for outcome in run_ranks(train_rank, RANKS, schedule, overlap, timeout_s=200):
+def test_ranks_on_devices_of_their_own_train_right(schedule: str) -> None:
+    for outcome in run_ranks(train_rank, RANKS, schedule, timeout_s=200):
         outcome.result()
 
 

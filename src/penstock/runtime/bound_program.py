@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from penstock.runtime.comm.base import RecvQueue, Transport
 from penstock.runtime.config import RunConfig
 from penstock.runtime.executor import BoundAction, Executor
 from penstock.runtime.loss import needs_target
-from penstock.runtime.overlap import DualStreams, PairFunction
+from penstock.runtime.overlap import PairFunction
 from penstock.runtime.shape_ids import (
     MAX_SHAPES,
     KwargsElsewhere,
@@ -73,15 +72,12 @@ class BoundProgram:
         self._is_first = rank == self._entry_ranks[0]
         self._enters = rank in self._entry_ranks
         self._device = next(iter(stages.values())).device
-        self._streams = streams = device_streams.streams_of(self._device)
+        self._streams = device_streams.streams_of(self._device)
         self._needs_target = train and needs_target(config.loss_fn)
         self._known_shapes: set[int] = set()
         # By the shape id of the first microbatch, which is another one under autocast.
         self._loss_dtypes: dict[int, torch.dtype | None] = {}
         self._pair_function: PairFunction | None = None
-        self._dual_streams: DualStreams | None = None
-        if streams is not None and config.overlap and overlap.takes_streams(program):
-            self._dual_streams = DualStreams(streams)
         self.runners = self._make_runners()
         self.rebind(program)
 
@@ -91,8 +87,6 @@ class BoundProgram:
         """Bind a program with the same computations and messages, or a function of pairs."""
         self.program = program or self.program
         self._pair_function = pair_function or self._pair_function
-        if self._pair_function is not None or not overlap.takes_streams(self.program):
-            self._dual_streams = None
         self.executor = Executor(self._bind(), self._streams)
 
     # --- the start of a step -----------------------------------------------------------------
@@ -168,8 +162,7 @@ class BoundProgram:
 
     def run(self) -> None:
         """Run all actions of the step."""
-        with self._dual_streams or nullcontext():
-            self.executor.run()
+        self.executor.run()
 
     def end(self, step: StepState) -> Tensor | None:
         """End a step: no rank leaves before all have finished, so that none misses a failure.
@@ -235,10 +228,8 @@ class BoundProgram:
                     train=self.train,
                     transport=transport,
                     acknowledged=acknowledged,
-                    dual_streams=self._dual_streams,
                 )
             transport.register_peers(queues)
-            transport.reuses_buffers &= self._dual_streams is None
         return runners
 
     def _bind(self) -> list[BoundAction]:
@@ -247,8 +238,6 @@ class BoundProgram:
         if self._is_single_process:
             steps = tuple(step for _, step in global_order(program))
         bound = [[self.runners[a.stage].bind(a) for a in step.parts] for step in steps]
-        if self._dual_streams is not None:
-            return self._dual_streams.add_prologues(steps, bound, program.placement)
         found: list[BoundAction] = []
         for step, parts in zip(steps, bound, strict=True):
             if self._pair_function is not None and isinstance(step, Overlap):

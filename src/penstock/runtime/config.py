@@ -46,9 +46,6 @@ class RunConfig:
         microbatch_rng: draw random numbers (dropout) as the plain loop does with
             ``penstock.microbatch_rng`` around each forward, independent of the schedule, the split
             and the number of ranks. If False, each rank draws in its execution order.
-        overlap: run the forward and the backward of an overlapped pair (DualPipe, DualPipeV) on
-            two streams, where the device has streams. Hooks must not write tensors that other
-            stages read.
         sequence_dim: the sequence dimension of inputs, targets and outputs, where the program
             splits sequences (``Program.num_splits``). Tensors with fewer dimensions are replicated
             to every chunk.
@@ -76,7 +73,6 @@ class RunConfig:
     backward_requires_autograd: bool = True
     dynamic_shapes: bool = False
     microbatch_rng: bool = False
-    overlap: bool = False
     sequence_dim: int = 1
     max_active_stages: int = 3
     unshard_lookahead: Lookahead = "full"

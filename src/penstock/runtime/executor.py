@@ -30,15 +30,11 @@ __all__ = ["BoundAction", "Executor", "merge_spans"]
 
 @dataclass(frozen=True, slots=True)
 class BoundAction:
-    """An action, or the wait for its message (idle time), with its handler.
-
-    With dual streams, ``prologue`` switches to the action's stream and synchronizes it.
-    """
+    """An action, or the wait for its message (idle time), with its handler."""
 
     action: Action
     run: Callable[[], None]
     is_wait: bool = False
-    prologue: Callable[[], None] | None = None
 
 
 class Executor:
@@ -55,8 +51,10 @@ class Executor:
         self._runs = [action.run for action in actions]
         self._streams = streams
         self.marks: list[float] = []
-        # Per action of the last step, the events before and after it.
-        self._events: list[tuple[Event, Event]] = []
+        # The events before the first action and after each one.
+        self._events: list[Event] = []
+        if streams is not None:
+            self._events = [streams.event(timed=True) for _ in range(len(actions) + 1)]
 
     @property
     def failed(self) -> BoundAction | None:
@@ -81,25 +79,14 @@ class Executor:
         """Run all actions with events of the device, and ranges of torch's profiler."""
         streams, plain = self._streams, nullcontext()
         self.marks = [perf_counter()]
-        end = None
-        for i, bound in enumerate(self.actions):
-            if bound.prologue is not None:
-                bound.prologue()
-            if streams is not None:
-                if i == len(self._events):
-                    # The end of an action is the beginning of the next one on the same stream.
-                    shares = end is not None and bound.prologue is None
-                    begin = end if shares else streams.event(timed=True)
-                    self._events.append((begin, streams.event(timed=True)))
-                begin, after = self._events[i]
-                if begin is not end:
-                    streams.mark(begin, streams.current())
-                end = after
+        if streams is not None:
+            streams.mark(self._events[0], streams.current())
+        for i, bound in enumerate(self.actions, start=1):
             name = f"penstock.{'wait ' if bound.is_wait else ''}{bound.action}"
             with torch.profiler.record_function(name) if is_profiled else plain:
                 bound.run()
             if streams is not None:
-                streams.mark(end, streams.current())
+                streams.mark(self._events[i], streams.current())
             self.marks.append(perf_counter())
 
     def encode_spans(self, placement: Placement) -> bytes:
@@ -108,10 +95,10 @@ class Executor:
         offset, times = time.time() - perf_counter(), list(pairwise(self.marks))
         if self._streams is not None and times:
             # The host runs ahead of the device: its own marks are launch times.
-            first, elapsed_s = self._events[0][0], self._streams.elapsed_s
+            first, elapsed_s = self._events[0], self._streams.elapsed_s
             offset += self._streams.host_time_of(first)
-            events = self._events[: len(times)]
-            times = [(elapsed_s(first, begin), elapsed_s(first, end)) for begin, end in events]
+            events = self._events[: len(self.marks)]
+            times = list(pairwise(elapsed_s(first, event) for event in events))
         rows = [
             [placement.rank_of(bound.action.stage), str(bound.action), start + offset, end + offset]
             for bound, (start, end) in zip(self.actions, times, strict=False)

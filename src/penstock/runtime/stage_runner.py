@@ -19,7 +19,6 @@ from penstock.runtime.comm.base import MetasOf, PendingReceive, RecvQueue, Trans
 from penstock.runtime.config import RunConfig
 from penstock.runtime.executor import BoundAction
 from penstock.runtime.loss import LossHead
-from penstock.runtime.overlap import DualStreams
 from penstock.runtime.step import StepState
 from penstock.schedule.action import Action, Op
 from penstock.schedule.program import Program
@@ -54,7 +53,6 @@ class StageRunner:
         previous, following: its neighbours; None for the model's first and last stage.
         acknowledged: for each action that waits for a message, how many of this rank's messages
             to the sender have arrived by then (see ``schedule.channels``).
-        dual_streams: the two streams of overlapped pairs, if they are used.
 
     Attributes:
         replicas: the data-parallel wrapper of its module, if any.
@@ -73,14 +71,12 @@ class StageRunner:
         train: bool,
         transport: Transport,
         acknowledged: Mapping[Action, int],
-        dual_streams: DualStreams | None = None,
     ) -> None:
         self.stage, self._states = stage, states
         self._is_first, self._is_last = previous is None, following is None
         self._prev = previous or Neighbor(transport.rank)
         self._next = following or Neighbor(transport.rank)
         self._transport, self._acknowledged = transport, acknowledged
-        self._dual_streams = dual_streams
         given = stage.static_inputs.metas if stage.static_inputs is not None else ()
         self._declares_dtensors = any(meta.dtensor is not None for meta in given)
         self._dynamic_shapes, self._num_splits = config.dynamic_shapes, program.num_splits
@@ -264,9 +260,6 @@ class StageRunner:
             return step.args[mb], step.kwargs[mb], target
         tensors, state.received = state.received, None
         assert state.in_spec is not None
-        if self._dual_streams is not None:
-            self._dual_streams.keep_alive(tensors)
-            state.held = tensors if is_grad_enabled() else ()
         return self.stage.enter(state, tensors, state.in_spec), step.kwargs[mb], target
 
     def _run(self, state: MicrobatchState, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -360,7 +353,6 @@ class StageRunner:
     def _weight_grad(self, state: MicrobatchState) -> None:
         self._await_replicas()
         self.stage.weight_grad(state)
-        self._drop_held(state)
         if self.replicas is not None:
             self.replicas.end_weight_grad()
 
@@ -368,23 +360,14 @@ class StageRunner:
         self._await_replicas()
         grads: Sequence[Tensor | None] = state.received_grads
         state.received_grads = None
-        if self._dual_streams is not None:
-            state.held = [*state.held, *grads]  # deferred weight gradients may use them
         if state.sequence is not None:
             grads = [*grads, *state.sequence.grads()]
             state.sequence = None
         run(state, grads)
-        if state.work is None:
-            self._drop_held(state)
         if self._prev.queue is None:
             if not self._is_first:
                 self._prev.states[state.microbatch].received_grads = state.grads_to_send
             state.grads_to_send = None
-
-    def _drop_held(self, state: MicrobatchState) -> None:
-        if self._dual_streams is not None:
-            self._dual_streams.keep_alive(state.held)
-            state.held = ()
 
     def _run_replicas(self, act: Callable[[Replicas], None]) -> None:
         if self.replicas is not None:

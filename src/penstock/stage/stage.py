@@ -71,8 +71,6 @@ class MicrobatchState:
         # The activations, and the gradients of ``to_send``: a pending receive, then tensors.
         self.received: Any = None
         self.received_grads: Any = None
-        # With dual streams, what was received and the graph or deferred gradients may hold.
-        self.held: Sequence[Tensor | None] = ()
         # The inputs whose gradients are sent back, and these gradients.
         self.leaves: Sequence[Tensor] = ()
         self.grads_to_send: Sequence[Tensor | None] | None = None

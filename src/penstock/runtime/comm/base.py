@@ -40,14 +40,11 @@ class Transport(ABC):
 
     Attributes:
         schedule_index: the index of the schedule among all schedules over the same ranks, from 0.
-        reuses_buffers: whether received tensors may take memory of earlier ones; not if streams
-            that are unordered use them.
     """
 
     rank: int
     num_ranks: int
     schedule_index: int = 0
-    reuses_buffers: bool = True
 
     def begin(self, call: str) -> None:
         """Begin a collective call, named alike on every rank."""

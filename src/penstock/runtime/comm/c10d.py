@@ -320,7 +320,7 @@ class C10dTransport(Transport):
         group = self.group_with(peer, sends=False)
         tensors = [
             self._buffers.take(meta, device)
-            if self.reuses_buffers and meta.num_bytes >= MIN_REUSED_BYTES
+            if meta.num_bytes >= MIN_REUSED_BYTES
             else torch.empty(meta.wire_shape, dtype=meta.dtype, device=device)
             for meta in metas
         ]
