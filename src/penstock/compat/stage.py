@@ -339,17 +339,18 @@ class PipelineStage(ExchangingStage):
             parameter groups.
 
         Raises:
-            StageError: ``backward_type`` is unknown, an argument is missing, or ``"input"`` is
-                requested although ``forward_one_chunk`` has deferred weight gradients.
+            StageError: ``backward_type`` is unknown, an argument is missing, or
+                ``forward_one_chunk`` has deferred weight gradients.
         """
         arguments = _arguments(backward_type, bwd_kwargs)
-        if backward_type == "input" and (deferred := self._deferred()):
-            raise self._error(
-                "forward_one_chunk() has deferred its weight gradients, so that the graph does not "
-                "lead to them; run backward_one_chunk(full_backward=False), or pass "
-                "defers_weights=False to PipelineStage",
-                deferred[0],
-            )
+        for state in self._states.values():
+            if state.phase is Phase.FORWARD and state.work is not None:
+                raise self._error(
+                    "forward_one_chunk() has deferred its weight gradients, so that the graph does "
+                    "not lead to them; run backward_one_chunk(), or pass defers_weights=False to "
+                    "PipelineStage",
+                    state,
+                )
         groups: list[dict[str, Any]] | None = None
         replicas = self._begin_step()
         with self._no_sync():
@@ -365,20 +366,9 @@ class PipelineStage(ExchangingStage):
                     output, received, inputs, self.submod.parameters()
                 )
         self._reduces |= last_backward
-        if backward_type != "input":
-            for state in self._deferred():
-                if state.work.is_reached:  # by this backward
-                    work, state.work = state.work, None
-                    work.accumulate()
-                    state.phase = Phase.DONE
-            if self._reduces:
-                self._end_step(reduce=True)
+        if self._reduces and backward_type != "input":
+            self._end_step(reduce=True)
         return grads, groups
-
-    def _deferred(self) -> list[ManualState]:
-        """The microbatches whose forward has deferred weight gradients, before their backward."""
-        states = self._states.values()
-        return [s for s in states if s.phase is Phase.FORWARD and s.work is not None]
 
     # --- replicas ----------------------------------------------------------------------------
 

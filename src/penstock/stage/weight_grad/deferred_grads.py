@@ -252,12 +252,6 @@ class DeferredGrads(TorchFunctionMode):
 
     # --- W -----------------------------------------------------------------------------------
 
-    @property
-    def is_reached(self) -> bool:
-        """True if a gradient has come since the forward: user code ran a backward of its own."""
-        proxied = any(proxy.grad is not None for _, proxy in self.proxies.values())
-        return proxied or any(record and record[5] for record in self.records)
-
     def accumulate(self) -> None:
         """Run W: accumulate weight gradients; hooks on parameters, DDP's too, run once here."""
         self.num_passes = 0
