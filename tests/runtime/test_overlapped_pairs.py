@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 from penstock import OVERLAP_F_B, PipelineStage, ScheduleDualPipeV, _PipelineScheduleRuntime
 from penstock.errors import PenstockError, ScheduleError
 from penstock.testing.compare import plain_step
+from tests.streams import recorded
 
 CPU = torch.device("cpu")
 DIM, MICROBATCHES = 4, 4
@@ -128,6 +129,43 @@ def test_errors_of_a_stream_thread_are_raised_at_their_action() -> None:
     assert raised.value.where.action == "1B1"
 
 
+def test_an_error_of_the_backward_is_raised_though_the_forward_did_not_run() -> None:
+    def backward_first(pair: Any, forward: Part, backward: Part) -> None:
+        backward()
+        forward()
+
+    layers = [*make_layers()[:1], nn.Sequential(Bursts(), nn.Linear(DIM, DIM))]
+    schedule = make_schedule(layers)
+    schedule.register_custom_function(OVERLAP_F_B, backward_first)
+    inputs, target = batch(0)
+    with pytest.raises(PenstockError, match="ValueError: it burst") as raised:
+        schedule.step(inputs, target=target)
+    assert raised.value.where.action == "1B1"
+
+
+def test_a_part_runs_on_the_steps_stream_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    with recorded(monkeypatch) as recorder:
+        schedule = make_schedule(make_layers())
+        streams = []
+
+        def in_a_thread_on_another_stream(pair: Any, forward: Part, backward: Part) -> None:
+            def run_backward() -> None:
+                recorder.switch(recorder.new())
+                backward()
+                streams.append(recorder.current())
+
+            streams.append(recorder.current())
+            thread = threading.Thread(target=run_backward)
+            thread.start()
+            thread.join()
+            forward()
+
+        schedule.register_custom_function(OVERLAP_F_B, in_a_thread_on_another_stream)
+        inputs, target = batch(0)
+        schedule.step(inputs, target=target)
+    assert streams and len(set(map(id, streams))) == 1
+
+
 def raises(pair: Any, forward: Part, backward: Part) -> None:
     raise ValueError("mine")
 
@@ -147,6 +185,7 @@ def repeats(pair: Any, forward: Part, backward: Part) -> None:
         (raises, "ValueError: mine", 0),
         (forgets, "has returned without calling it; it calls each part once", 1),
         (repeats, r"has called \d+F\d+ twice", 0),
+        (lambda action, ctx: None, "takes 2 positional arguments but 3 were given", 0),
     ],
 )
 def test_errors_of_the_function_are_raised(
@@ -165,6 +204,3 @@ def test_invalid_functions_for_overlapped_pairs_are_refused() -> None:
     schedule = make_schedule(make_layers())
     with pytest.raises(ScheduleError, match=r"FORWARD can't be given .* only OVERLAP_F_B"):
         schedule.register_custom_function("FORWARD", in_threads)
-    for other in (lambda action, ctx: None, "no function", type):  # the last has no signature
-        with pytest.raises(ScheduleError, match=r"does not take \(pair, forward, backward\)"):
-            schedule.register_custom_function(OVERLAP_F_B, other)

@@ -55,6 +55,7 @@ class BoundProgram:
         stages: Mapping[int, Stage],
         transports: Sequence[Transport],
         elsewhere: KwargsElsewhere,
+        pair_function: PairFunction | None = None,
         *,
         train: bool,
     ) -> None:
@@ -77,16 +78,13 @@ class BoundProgram:
         self._known_shapes: set[int] = set()
         # By the shape id of the first microbatch, which is another one under autocast.
         self._loss_dtypes: dict[int, torch.dtype | None] = {}
-        self._pair_function: PairFunction | None = None
+        self._pair_function = pair_function
         self.runners = self._make_runners()
         self.rebind(program)
 
-    def rebind(
-        self, program: CheckedProgram | None = None, pair_function: PairFunction | None = None
-    ) -> None:
-        """Bind a program with the same computations and messages, or a function of pairs."""
-        self.program = program or self.program
-        self._pair_function = pair_function or self._pair_function
+    def rebind(self, program: CheckedProgram) -> None:
+        """Bind a program with the same computations and messages."""
+        self.program = program
         self.executor = Executor(self._bind(), self._streams)
 
     # --- the start of a step -----------------------------------------------------------------
@@ -241,7 +239,7 @@ class BoundProgram:
         found: list[BoundAction] = []
         for step, parts in zip(steps, bound, strict=True):
             if self._pair_function is not None and isinstance(step, Overlap):
-                found += overlap.bind_pair(self._pair_function, step, parts)
+                found += overlap.bind_pair(self._pair_function, step, parts, self._streams)
             else:
                 found += [each for part in parts for each in part]
         return found

@@ -64,6 +64,7 @@ class Engine:
         transports: one per rank of this process, in rank order.
         config: the run options.
         ties: the parameters that stages share, in addition to the copies of the model.
+        pair_function: runs the overlapped pairs of training steps, if given.
 
     Attributes:
         requested: the program passed by the caller.
@@ -84,6 +85,7 @@ class Engine:
         transports: Sequence[Transport],
         config: RunConfig,
         ties: Sequence[Tie] = (),
+        pair_function: PairFunction | None = None,
     ) -> None:
         self.requested, self.config = program, config
         self.stages, self.transports = dict(stages), tuple(transports)
@@ -114,7 +116,7 @@ class Engine:
         self._find_replicas()
         self._channels = channels_of(next(iter(self.stages.values())).device)
         self._elsewhere = KwargsElsewhere()
-        self._pair_function: PairFunction | None = None
+        self._pair_function = pair_function
         self._eval, self._train = (self._bind(t, program.num_microbatches) for t in (False, True))
         self._last = self._train
         self._running: BoundProgram | None = None
@@ -131,9 +133,8 @@ class Engine:
         key = train, num_microbatches
         if key not in self._bound:
             shared = self.config, self.stages, self.transports, self._elsewhere
-            self._bound[key] = BoundProgram(self._lowered(*key), *shared, train=train)
-            if train and self._pair_function is not None:
-                self._bound[key].rebind(pair_function=self._pair_function)
+            pairs = self._pair_function if train else None
+            self._bound[key] = BoundProgram(self._lowered(*key), *shared, pairs, train=train)
         return self._bound[key]
 
     def _lowered(self, train: bool, num_microbatches: int) -> CheckedProgram:
@@ -289,11 +290,6 @@ class Engine:
             self._transport.drain()
         finally:
             self._replicas.end()
-
-    def run_pairs_by(self, function: PairFunction) -> None:
-        """Run the overlapped pairs of training steps by ``function``."""
-        self._pair_function = function
-        self._train.rebind(pair_function=function)
 
     # --- failure -----------------------------------------------------------------------------
 

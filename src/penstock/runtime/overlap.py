@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 from penstock.errors import StageError
 from penstock.runtime.executor import BoundAction
-from penstock.schedule.action import Step
+from penstock.schedule.action import Action, Step
+from penstock.stage.device_streams import DeviceStreams, Stream
 
 __all__ = ["PairFunction", "bind_pair"]
 
@@ -17,60 +18,56 @@ PairFunction: TypeAlias = Callable[..., Any]
 
 
 def bind_pair(
-    function: PairFunction, pair: Step, bound: Sequence[Sequence[BoundAction]]
+    function: PairFunction,
+    pair: Step,
+    bound: Sequence[Sequence[BoundAction]],
+    streams: DeviceStreams | None,
 ) -> list[BoundAction]:
     """Bind a pair to a function that runs its parts, perhaps in threads of its own.
 
     Returns the waits of both parts, the call of the function, and per part a check that it has run,
     which re-raises the part's exception at the part's own place.
     """
-    parts = [_Part(actions[-1]) for actions in bound]
     waits = [action for actions in bound for action in actions[:-1]]
-    checks = [BoundAction(part.action, part.finish) for part in parts]
-    return [*waits, BoundAction(checks[0].action, partial(_call, function, pair, parts)), *checks]
+    parts = [actions[-1] for actions in bound]
+    begun: set[Action] = set()
+    ended: dict[Action, BaseException | None] = {}  # with the exception of each part
 
-
-class _Part:
-    """One part of a pair: called once per step, in any thread."""
-
-    def __init__(self, bound: BoundAction) -> None:
-        self.action, self._run = bound.action, bound.run
-        self.begin()
-
-    def begin(self) -> None:
-        self._has_begun = self._is_done = False
-        self.error: BaseException | None = None
-
-    def __call__(self) -> None:
-        if self._has_begun:
+    def run(part: BoundAction, stream: Stream) -> None:
+        if part.action in begun:
             raise StageError(
-                f"the custom function has called {self.action} twice; it calls each part once"
+                f"the custom function has called {part.action} twice; it calls each part once"
             )
-        self._has_begun = True
+        begun.add(part.action)
         try:
-            self._run()
+            if streams is not None:
+                streams.switch(stream)  # a thread begins on the device's default stream
+            part.run()
         except BaseException as error:
-            self.error = error
+            ended[part.action] = error
             raise
-        self._is_done = True
+        ended[part.action] = None
 
-    def finish(self) -> None:
-        error, self.error = self.error, None
-        if error is None and not self._is_done:
-            error = StageError(
+    def call() -> None:
+        stream = None if streams is None else streams.current()
+        begun.clear()
+        ended.clear()
+        try:
+            function(pair, *(partial(run, part, stream) for part in parts))
+        except Exception:
+            # The exception of a part is the cause, and is raised in its own place.
+            if all(error is None for error in ended.values()):
+                raise
+
+    def finish(action: Action) -> None:
+        if (error := ended.get(action)) is not None:
+            ended.clear()
+            raise error
+        if action not in ended and all(error is None for error in ended.values()):
+            raise StageError(
                 "the custom function has returned without calling it; it calls each part once, and "
                 "joins the threads that it has started"
             )
-        if error is not None:
-            raise error
 
-
-def _call(function: PairFunction, pair: Step, parts: Sequence[_Part]) -> None:
-    for part in parts:
-        part.begin()
-    try:
-        function(pair, *parts)
-    except Exception:
-        # The exception of a part is the cause, and is raised in its own place.
-        if all(part.error is None for part in parts):
-            raise
+    checks = [BoundAction(part.action, partial(finish, part.action)) for part in parts]
+    return [*waits, BoundAction(parts[0].action, call), *checks]

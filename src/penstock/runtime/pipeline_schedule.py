@@ -125,10 +125,8 @@ class PipelineSchedule:
                 number = _num_made[group.group_name]
                 transports = [make_transport(group, stages[0].device, number, config.timeout_s)]
             by_index = {s.stage_index: s for s in stages}
-            engine = Engine(program, by_index, transports, config, ties)
+            engine = Engine(program, by_index, transports, config, ties, self._pair_function)
             self.splitter = BatchSplitter(config, program, by_index)
-        if self._pair_function is not None:
-            engine.run_pairs_by(self._pair_function)
         if self._engine is not None:
             self._engine.close()
         self._engine, self._order = engine, None

@@ -8,7 +8,6 @@ PipelineSchedule
 
 from __future__ import annotations
 
-import inspect
 import os
 from typing import Any, Literal, cast
 
@@ -140,8 +139,9 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
     ) -> None:
         """Let a function run the overlapped pairs of a forward and a backward (DualPipeV's).
 
-        The inputs of both have arrived before it is called. A trace shows the pair as its first
-        part.
+        Called alike on all ranks. The inputs of both parts have arrived before the function is
+        called. On CUDA both parts run on the step's stream, in any thread, since memory that one of
+        them frees may serve the other. A trace shows the pair as its first part.
 
         Args:
             computation_type: ``OVERLAP_F_B``.
@@ -150,7 +150,7 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
                 actions.
 
         Raises:
-            ScheduleError: another kind of action, or a function of other arguments.
+            ScheduleError: another kind of action.
         """
         if computation_type not in (Overlap, "OVERLAP_F_B"):
             raise ScheduleError(
@@ -158,16 +158,9 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
                 "forwards use stage.register_forward_context, for backwards dw_builder= of the "
                 "stage, for gathers and reductions wrap its module"
             )
-        try:
-            inspect.signature(custom_function).bind("pair", "forward", "backward")
-        except (TypeError, ValueError):  # a function written in C may have no signature
-            raise ScheduleError(
-                f"{custom_function!r} does not take (pair, forward, backward), as torch's functions"
-                " of (action, ctx) do not"
-            ) from None
         self._pair_function = custom_function
-        if self._engine is not None:
-            self._engine.run_pairs_by(custom_function)
+        if self._engine is not None and self._order is None:
+            self._load(self._engine.requested)
 
 
 def _check_format(format: str) -> None:
