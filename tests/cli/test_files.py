@@ -214,8 +214,8 @@ def test_render_warns_above_the_memory_limit(penstock: Command, tmp_path: Path) 
     for alone in ((), ("--alone",)):
         output = penstock("render", trace, "--memory", "1", *alone, "-o", page)
         assert (output.code, output.err) == (0, "over the memory limit of 1 on rank 0\n")
-    output = penstock("render", trace, "--forward", "2", "--jitter-seed", "1", "-o", page)
-    assert (output.code, "takes no --forward, no --jitter-seed" in output.err) == (2, True)
+    output = penstock("render", trace, "--forward", "2", "--latency", "1", "-o", page)
+    assert (output.code, "takes no --forward, no --latency" in output.err) == (2, True)
 
 
 def test_a_program_may_be_called_as_a_trace_has_its_events(

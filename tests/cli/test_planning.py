@@ -134,18 +134,6 @@ def test_edges_have_costs_of_their_own(penstock: Command) -> None:
     assert json.loads(output.out)["makespan"] == result.makespan != 33
 
 
-def test_jitter_makes_it_longer_and_a_seed_repeats_it(penstock: Command) -> None:
-    jittered = [
-        json.loads(
-            penstock("simulate", "1f1b", "--jitter", "0.2", "--jitter-seed", seed, "--json").out
-        )["makespan"]
-        for seed in ("1", "1", "2")
-    ]
-    assert jittered[0] == jittered[1] != jittered[2]
-    assert 33 < jittered[0] < 33 * 1.2
-    assert penstock("simulate", "1f1b", "--jitter", "-1").code == 2
-
-
 def test_a_memory_limit_is_compared_with_the_peak(penstock: Command) -> None:
     output = penstock("simulate", "1f1b", "--memory", "2")
     assert (output.code, output.err) == (0, "over the memory limit of 2 on ranks 0 to 1\n")

@@ -16,7 +16,7 @@ VALUES = (
 )  # fmt: skip
 OPTIONS = (
     "--ranks", "--microbatches", "--virtual", "--option", "--memory", "--forward", "--input-grad",
-    "--weight-grad", "--latency", "--overlap", "--cost", "--jitter", "--jitter-seed",
+    "--weight-grad", "--latency", "--overlap", "--cost",
 )  # fmt: skip
 NAMED = (
     "--cost=bandwidth", "--cost=transfers_overlap", "--cost=offload", "--option=group",
@@ -164,10 +164,6 @@ def test_running_out_of_memory_is_reported(
         (["compare", "1f1b:name=x"], "1f1b has no option 'name'; it has none"),
         (["compare", "hanayo:costs=3"], "hanayo has no option 'costs'; its options are: waves"),
         (
-            ["simulate", "1f1b", "--jitter", "-1"],
-            "--jitter: simulate: jitter=-1.0 must be a finite",
-        ),
-        (
             ["search", "--time-limit", "-1"],
             "--time-limit: search: time_limit_s=-1.0 must be a finite number above 0",
         ),
@@ -192,7 +188,6 @@ def test_running_out_of_memory_is_reported(
             ["simulate", "1f1b", "--cost", "bandwidth=1e-320"],
             "--cost bandwidth: Costs(bandwidth=...): 9.99989e-321 is out of range",
         ),
-        (["simulate", "1f1b", "--jitter", "1e308", "--json"], "with this jitter, costs add up to"),
     ],
 )
 def test_messages_name_the_flags(penstock: Command, arguments: list[str], message: str) -> None:

@@ -10,6 +10,7 @@ from penstock.schedule.placement import bidirectional, linear
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build
 from penstock.schedule.text import format_csv, from_json, parse_csv, to_json
+from penstock.simulate.costs import Costs
 from penstock.simulate.simulation import simulate
 from tests.readiness import prerequisites
 
@@ -98,8 +99,8 @@ def test_files_from_before_there_were_chunks_are_read() -> None:
     assert from_json(to_json(plain).replace('"num_splits": 1, ', "")) == plain
 
 
-def test_jitter_and_slow_messages_keep_chunks_in_order() -> None:
-    result = simulate(SPLIT, jitter=0.5, seed=3)
+def test_slow_messages_keep_chunks_in_order() -> None:
+    result = simulate(SPLIT, Costs(latency=0.5))
     ends = {span.action: span.end for span in result.trace.spans}
     starts = {span.action: span.start for span in result.trace.spans}
     for act in SPLIT.actions():

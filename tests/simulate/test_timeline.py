@@ -1,8 +1,6 @@
-"""Messages in turn, copies beside the compute, jitter, and what is read off the times."""
+"""Messages in turn, copies beside the compute, and what is read off the times."""
 
-import math
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -181,30 +179,11 @@ def test_copies_run_beside_the_compute_and_the_backward_waits_for_them() -> None
     assert str(cause_of(result, last)) == "0RELOAD0"
 
 
-def test_jitter_only_lengthens_and_is_the_same_for_a_seed() -> None:
-    program = build("zbv", ranks=3, microbatches=6)
-    plain, one = simulate(program), simulate(program, jitter=0.5, seed=1)
-    assert one == simulate(program, jitter=0.5, seed=1)
-    assert one.makespan != simulate(program, jitter=0.5, seed=2).makespan
-    for starts, ends in zip(one.starts, one.ends, strict=True):
-        assert all(
-            b - a + 1e-9 >= 1 and b - a <= 1.5 + 1e-9 for a, b in zip(starts, ends, strict=True)
-        )
-    assert plain.makespan < one.makespan <= 1.5 * plain.makespan
-    assert one.bounds is not None and one.bounds.makespan <= plain.makespan
-
-
-@pytest.mark.parametrize("jitter", [-1, math.nan, math.inf, "0.1", None, True])
-def test_invalid_jitter_is_refused(jitter: Any) -> None:
-    with pytest.raises(ScheduleError, match="must be a finite number ≥ 0"):
-        simulate(build("gpipe", ranks=1, microbatches=1), jitter=jitter)
-
-
 def test_a_deadlock_is_worded_alike_whatever_messages_take() -> None:
     program = parse_csv("0F0,0B0\n1B0,1F0\n")
     costs = Costs(message_bytes=1, bandwidth=1, one_message_at_a_time=True)
     with pytest.raises(ScheduleError, match=r"rank 0, step 1 \(0B0\): deadlock: waits for rank 1"):
-        simulate(program, costs, jitter=0.5)
+        simulate(program, costs)
 
 
 def test_idle_shares_per_rank() -> None:

@@ -33,7 +33,7 @@ _OFFLOAD = (
 )
 
 
-@partial(with_options, omit=("option", "jitter", "jitter_seed"))
+@partial(with_options, omit=("option",))
 def search(
     *,
     settings: Settings,

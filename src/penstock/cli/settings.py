@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -61,7 +60,6 @@ _LATENCY_TEXT = (
     "1-2=5,2-3=1."
 )
 _COST_TEXT = f"Another cost, such as bandwidth=2; repeatable. Names: {', '.join(_OTHER_COSTS)}."
-_JITTER_TEXT = "Lengthen each computation by a random share of its cost, up to this one."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +87,6 @@ class Settings:
         _cost("Time of an overlapped forward and backward.", show_default="the sum of both"),
     ] = None
     cost: Annotated[list[str] | None, _cost(_COST_TEXT, metavar="NAME=VALUE")] = None
-    jitter: Annotated[float, _cost(_JITTER_TEXT)] = 0.0
-    jitter_seed: Annotated[int, _cost("Seed of the jitter.")] = 0
 
     def __post_init__(self) -> None:
         if self.memory is not None and not self.memory >= 0:
@@ -143,13 +139,7 @@ class Settings:
 
     def simulate(self, program: Program, costs: Costs | None = None) -> Simulation:
         """Simulate a program at the given costs, by default the command line's."""
-        costs = self.costs() if costs is None else costs
-        result = simulate(program, costs, jitter=self.jitter, seed=self.jitter_seed)
-        if not all(map(math.isfinite, (result.makespan, result.busy, *result.peak_bytes))):
-            raise ScheduleError(
-                "with this jitter, costs add up to more than a number can hold; give less of it"
-            )
-        return result
+        return simulate(program, self.costs() if costs is None else costs)
 
 
 def with_options(command: Any, *, omit: Collection[str] = ()) -> Callable[..., None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -13,7 +12,7 @@ from penstock.schedule.index import index_program
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rules import COMPUTE
 from penstock.simulate.bounds import LowerBounds, lower_bounds
-from penstock.simulate.costs import Costs, as_number
+from penstock.simulate.costs import Costs
 from penstock.simulate.critical_path import StepCauses
 from penstock.simulate.memory import Curve, StageMemory, memory_curves, peak_in_flight
 from penstock.simulate.timeline import RankTimes, play_timeline
@@ -24,9 +23,7 @@ __all__ = ["Simulation", "simulate"]
 _UNIT = Costs()
 
 
-def simulate(
-    program: Program, costs: Costs = _UNIT, *, jitter: float = 0.0, seed: int = 0
-) -> Simulation:
+def simulate(program: Program, costs: Costs = _UNIT) -> Simulation:
     """Simulate a program: each step starts as soon as its rank is free and its inputs are there.
 
     A posted receive blocks only the action that uses its message. An overlapped pair starts when
@@ -36,17 +33,14 @@ def simulate(
     Args:
         program: compute-only or with transfers, which take the same time.
         costs: the cost of each kind of action; by default 1 each, and no latency.
-        jitter: the largest random increase of each computation's time, as a share of its cost;
-            uniformly distributed.
-        seed: the random seed of the jitter; the same seed gives the same times.
 
     Returns:
         The times of all actions, and the figures that follow from them.
 
     Raises:
         ScheduleError: the program deadlocks (the message lists the waiting ranks) or repeats an
-            action; the costs are for another number of stages; the jitter is not a number ≥ 0; or
-            ``program`` or ``costs`` has the wrong type.
+            action; the costs are for another number of stages; or ``program`` or ``costs`` has the
+            wrong type.
 
     Examples:
         >>> from penstock.schedule.registry import build
@@ -60,12 +54,7 @@ def simulate(
             f"simulate() takes costs, not {costs!r}; penstock.Costs(forward=..., "
             "input_grad=..., weight_grad=...) makes them"
         )
-    share = as_number(jitter)
-    if not 0 <= share < math.inf:
-        raise ScheduleError(
-            f"simulate: jitter={jitter!r} must be a finite number ≥ 0", parameter="jitter"
-        )
-    starts, ends, computes_only = play_timeline(program, costs, jitter=share, seed=seed)
+    starts, ends, computes_only = play_timeline(program, costs)
     firsts, lasts, busy = list[float](), list[float](), list[float]()
     for steps, begun, done in zip(program.ranks, starts, ends, strict=True):
         if not computes_only:

@@ -22,8 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, product
-from random import Random
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
@@ -48,12 +47,8 @@ __all__ = ["RankTimes", "play_timeline"]
 RankTimes: TypeAlias = tuple[tuple[float, ...], ...]
 """For each rank, one time per action in order, with overlapped pairs taken apart."""
 
-_T = TypeVar("_T")
 
-
-def play_timeline(
-    program: Program, costs: Costs, *, jitter: float = 0.0, seed: int = 0
-) -> tuple[RankTimes, RankTimes, bool]:
+def play_timeline(program: Program, costs: Costs) -> tuple[RankTimes, RankTimes, bool]:
     """The starts and ends of all actions, and True if all are computations.
 
     Arguments as for ``simulate``. A receive ends when its message arrives.
@@ -63,7 +58,7 @@ def play_timeline(
     """
     costs.refuse_misfits(program.placement)
     timeline = _Timeline(program, costs)
-    replay = timeline.replay(jitter, seed)
+    replay = timeline.replay()
     times = None if timeline.repeats() or not replay.play() else timeline.times(replay)
     if times is None:
         found = "\n  ".join(map(str, problems(program)))
@@ -188,9 +183,9 @@ class _Timeline:
                         target.append(message * self.width + microbatch)
         self.queues += channels.values()
 
-    def replay(self, jitter: float = 0.0, seed: int = 0) -> DependencyReplay:
+    def replay(self) -> DependencyReplay:
         """A replay of all queues, not played yet."""
-        width, needs, durations = self.width, self.needs, self.durations
+        width, needs = self.width, self.needs
         chunks = self.index.required_chunks()
         messages = [row * width + offset for row, (offset, _) in self.received.items()]
         read = chain(messages, chunks.values())
@@ -200,38 +195,24 @@ class _Timeline:
         if self.costs.overlap is not None:
             lengths = self.costs.per_stage("overlap", num_stages=self.program.num_stages)
             overlaps = [*lengths] * len(Op)
-        if jitter:
-            # Durations differ between microbatches, so each id gets a row of its own.
-            needs, fulfilled = self._per_id(needs), self._per_id(fulfilled)
-            width, draw = 1, Random(seed).random
-            computing = {row for row, (op, _) in enumerate(self.index.rows()) if op in COMPUTE}
-            durations = [
-                cost * (1 + jitter * draw()) if number // self.width in computing else cost
-                for number, cost in enumerate(self._per_id(durations))
-            ]
-            overlaps = overlaps and [c * (1 + jitter * draw()) for c in self._per_id(overlaps)]
         replay = DependencyReplay(
             self.queues,
             self.index.overlapped,
-            num_ids=len(self.needs) * self.width,
+            num_ids=len(needs) * width,
             width=width,
             needs=needs,
             fulfilled=fulfilled,
             more={number: (other,) for number, other in chunks.items()},
-            durations=durations,
+            durations=self.durations,
             overlap_durations=overlaps,
         )
         # A backward need not wait where nothing is reloaded.
         reloaded = set(chain.from_iterable(self.queues[self.program.num_ranks :]))
         for row in self.reloads:
-            for copy in range(row * self.width, (row + 1) * self.width):
+            for copy in range(row * width, (row + 1) * width):
                 if copy not in reloaded:
                     replay.done[copy] = 0.0
         return replay
-
-    def _per_id(self, values: Sequence[_T]) -> list[_T]:
-        """A table by id, from a table by row."""
-        return [value for value in values for _ in range(self.width)]
 
     def repeats(self) -> bool:
         """True if the program contains an action twice, by itself or as a part of another one."""
