@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from penstock.schedule.registry import build, schedule, schedules
     from penstock.schedule.text import load_csv, save_csv
     from penstock.search.engine import search
-    from penstock.search.result import Point, Progress, SearchResult
+    from penstock.search.result import SearchResult
     from penstock.simulate.costs import Costs
     from penstock.simulate.liveness import (
         PipelineActivationLiveness,
@@ -84,7 +84,7 @@ __all__ += ["Plan", "balance", "profile", "split_by_module"]
 __all__ += ["Pipe", "PipeInfo", "SplitPoint", "TracedStage", "annotate_split_points"]
 __all__ += ["build_stage", "pipe_split", "pipeline"]
 # Planning.
-__all__ += ["Action", "CheckedProgram", "Costs", "Op", "Point", "Program", "Progress"]
+__all__ += ["Action", "CheckedProgram", "Costs", "Op", "Program"]
 __all__ += ["SearchResult", "Simulation", "Span", "Trace", "build", "check", "load_csv"]
 __all__ += ["PipelineActivationLiveness", "analyze_pipeline_activation_liveness"]
 __all__ += ["save_csv", "schedule", "schedules", "search", "simulate"]
@@ -127,7 +127,7 @@ _NAMES = {
     "penstock.schedule.program": "CheckedProgram Program",
     "penstock.schedule.registry": "build schedules",
     "penstock.schedule.text": "load_csv save_csv",
-    "penstock.search.result": "Point Progress SearchResult",
+    "penstock.search.result": "SearchResult",
     "penstock.simulate.costs": "Costs",
     "penstock.simulate.liveness": (
         "PipelineActivationLiveness analyze_pipeline_activation_liveness"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rich.progress import Progress, TaskID
 from torch.nn import functional as F
 
 from penstock import Costs, Op, Pipeline, build, check, load_csv, simulate
@@ -269,19 +267,6 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_clock")
-def test_search_prints_time_against_memory(penstock: Command) -> None:
-    arguments = ("search", "-p", "4", "-m", "8", "--objective", "span", "--pareto", "--seed", "3")
-    output = penstock(*arguments, "--time-limit", "1")
-    assert output.code == 0
-    assert re.search(r"^ peak +span +found by", output.out, re.M)
-    rows = re.findall(r"^ +(\d+) +(\d+) +\S", output.out, re.M)
-    peaks, values = zip(*((int(peak), int(value)) for peak, value in rows), strict=True)
-    assert list(peaks) == sorted(set(peaks)) and list(values) == sorted(set(values), reverse=True)
-    assert (peaks[0], peaks[-1], values[-1]) == (1, 7, 24)
-    assert output.out.startswith("span 24, ")
-
-
-@pytest.mark.usefixtures("no_clock")
 def test_search_takes_a_seed_and_a_limit_in_bytes(penstock: Command, tmp_path: Path) -> None:
     arguments = (
         "search", "-p", "2", "-m", "4", "-v", "2", "--cost", "activation_bytes=100", "--forward",
@@ -295,21 +280,6 @@ def test_search_takes_a_seed_and_a_limit_in_bytes(penstock: Command, tmp_path: P
     assert max(simulate(check(one), Costs(activation_bytes=100)).peak_bytes) <= 350
     refused = penstock(*arguments, "--memory", "99")
     assert refused.code == 2 and "no program meets memory_limit=99" in refused.err
-
-
-def test_search_shows_its_progress(penstock: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first program there is a bound alone; then both."""
-    told: list[str] = []
-    update = Progress.update
-
-    def noted(bar: Progress, task: TaskID, **fields: Any) -> None:
-        told.append(fields.get("best", ""))
-        update(bar, task, **fields)
-
-    monkeypatch.setattr(Progress, "update", noted)
-    assert penstock("search", "-p", "4", "-m", "8", "--time-limit", "1").code == 0
-    assert told[0] == "none is below 27"
-    assert "best 27, none is below 27" in told
 
 
 def test_search_recomputes_and_offloads_where_that_is_allowed(penstock: Command) -> None:

@@ -89,24 +89,6 @@ def test_offload_at_no_known_cost_is_refused() -> None:
         find(memory_limit=3, offload=True)
 
 
-def test_a_front_of_programs_that_recompute() -> None:
-    front = find(recompute=True, pareto=True).pareto
-    # 31 in 3 and 27 in 4 are the optima without.
-    assert {point.peak: point.value for point in front}.items() >= {3: 31, 4: 27}.items()
-    assert front[0].peak == 1 and front[0].value <= 36
-    assert [p.value for p in front] == sorted({p.value for p in front}, reverse=True)
-
-
-@pytest.mark.parametrize(
-    ("reduction", "least"), [({"recompute": True}, 1), ({"offload": True, "costs": COPIES}, 2)]
-)
-def test_a_front_where_nothing_fits_as_it_is(reduction: dict[str, Any], least: int) -> None:
-    found = find(ranks=2, microbatches=4, virtual=3, memory_limit=2, pareto=True, **reduction)
-    assert found.pareto and found.pareto[0].peak == least
-    assert all(point.peak <= 2 for point in found.pareto)
-    assert found.pareto[-1].value == found.value
-
-
 @settings(deadline=None, max_examples=20)
 @given(problems(), st.booleans(), st.sampled_from([0.0, 1.0]))
 def test_any_costs_and_limits(problem: SearchProblem, within: bool, kept: float) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
-from penstock import Costs, Op, Progress, ScheduleError, build, check, schedules, search, simulate
+from penstock import Costs, Op, ScheduleError, build, check, schedules, search, simulate
 from penstock.schedule.placement import bidirectional, linear, looped, v_shape, wave
 from penstock.schedule.text import to_json
 from penstock.search import engine
@@ -351,22 +352,22 @@ def test_a_seed_gives_the_same_program_again(exact: bool) -> None:
     assert first == again and first.reproducible
 
 
-def searched_elsewhere(rank: int, num_ranks: int) -> tuple[str, float, list[float]]:
-    """A front, with other hashes of strings in each process."""
+def searched_elsewhere(rank: int, num_ranks: int) -> tuple[str, float]:
+    """A search, with other hashes of strings in each process."""
     Budget.left_s = property(lambda self: 1e6)  # type: ignore[assignment,method-assign]
-    found = search(UNEVEN, ranks=4, microbatches=6, time_limit_s=0.1, seed=5, pareto=True)
-    return to_json(found.program), found.value, [point.value for point in found.pareto]
+    found = search(UNEVEN, ranks=4, microbatches=6, time_limit_s=0.1, seed=5)
+    return to_json(found.program), found.value
 
 
 @pytest.mark.timeout(240)
-def test_a_seed_gives_the_same_front_in_another_process() -> None:
+def test_a_seed_gives_the_same_program_in_another_process() -> None:
     found = run_ranks(searched_elsewhere, 2, timeout_s=200)  # no clock ends it
     one, other = (outcome.result() for outcome in found)
-    assert one == other and len(one[2]) > 1
+    assert one == other
 
 
 @pytest.mark.parametrize("limit_s", [0.3, 1.0])
-@pytest.mark.parametrize("options", [{}, {"pareto": True}, {"recompute": True}])
+@pytest.mark.parametrize("options", [{}, {"recompute": True}])
 def test_the_time_limit_is_kept(limit_s: float, options: dict[str, bool]) -> None:
     """In seconds of this process: others may take the machine from it."""
     began, began_cpu = time.monotonic(), time.process_time()
@@ -434,46 +435,25 @@ def test_a_slow_edge_is_searched_around_and_must_be_there() -> None:
         search(Costs(latency={(4, 5): 2}), ranks=2, microbatches=3)
 
 
-def test_progress_is_reported() -> None:
-    told: list[Progress] = []
-    found = search(UNEVEN, ranks=4, microbatches=8, time_limit_s=1, progress=told.append)
-    shares = [each.share for each in told]
-    assert shares == sorted(shares) and shares[0] == 0 and shares[-1] == 1
-    assert told[0].value is None and told[-1].value == found.value
-    assert told[-1].bound == found.bound
-    values = [each.value for each in told if each.value is not None]
-    assert values == sorted(values, reverse=True)
-    assert {"closed forms", "periodic patterns"} <= {each.method for each in told}
+def test_methods_are_at_work_in_the_order_that_is_documented(
+    no_clock: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[str] = []
+    order = ["_closed_forms", "_tune_patterns", "_search_locally", "_search_exactly"]
 
+    def noting(name: str) -> Callable[..., None]:
+        method = getattr(engine, name)
 
-@pytest.mark.usefixtures("no_clock")
-def test_methods_are_at_work_in_the_order_that_is_documented() -> None:
-    told: list[Progress] = []
-    search(UNEVEN, ranks=4, microbatches=6, memory_limit=4, time_limit_s=1, progress=told.append)
-    order = list(dict.fromkeys(each.method for each in told[:-1]))
-    assert order == ["closed forms", "periodic patterns", "local search", "exact"]
+        def noted(*given: Any) -> None:
+            began.append(name)
+            method(*given)
 
+        return noted
 
-# --- time against memory -----------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("no_clock")
-def test_time_against_memory() -> None:
-    found = search(
-        ranks=4, microbatches=8, objective="span", time_limit_s=2, pareto=True, exact=False
-    )
-    assert_sound(found)
-    front = found.pareto
-    assert [p.peak for p in front] == sorted({p.peak for p in front})
-    assert [p.value for p in front] == sorted({p.value for p in front}, reverse=True)
-    assert all(simulate(point.program).span == point.value for point in front)
-    known = {2: 41, 3: 31, 4: 27, 5: 26, 7: 24}
-    assert {point.peak: point.value for point in front}.items() >= known.items()
-    assert front[-1].value == found.value
-
-
-def test_no_front_unless_asked_for() -> None:
-    assert search(ranks=2, microbatches=2).pareto == ()
+    for name in order:
+        monkeypatch.setattr(engine, name, noting(name))
+    search(UNEVEN, ranks=4, microbatches=6, memory_limit=4, time_limit_s=1)
+    assert list(dict.fromkeys(began)) == order
 
 
 # --- bad input ---------------------------------------------------------------------------------

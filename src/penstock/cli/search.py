@@ -17,7 +17,7 @@ from penstock.schedule.workload import Objective
 from penstock.view.palette import amount
 
 if TYPE_CHECKING:
-    from penstock.search.result import Progress, SearchResult
+    from penstock.search.result import SearchResult
 
 __all__ = ["search"]
 
@@ -40,33 +40,21 @@ def search(
     objective: Annotated[Objective, option(_OBJECTIVE)] = "makespan",
     time_limit: Annotated[float, option("Time limit of the search, in seconds.")] = 10.0,
     seed: Annotated[int, option("Seed of random choices.")] = 0,
-    pareto: Annotated[bool, option("Also search time against memory.")] = False,
     recompute: Annotated[bool, option(_RECOMPUTE)] = False,
     offload: Annotated[bool, option(_OFFLOAD)] = False,
     output: Annotated[Path | None, option(f"The file: {_KINDS}.", "--output", "-o")] = None,
 ) -> None:
     """Search for the best program of one copy of the model within --memory, and prove a bound."""
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-
     from penstock.search.engine import search as find
 
     if output is not None:
         refuse_suffix(output, _KINDS)
-    method, best = TextColumn("{task.description}"), TextColumn("{task.fields[best]}")
-    with out.progress_bar(method, BarColumn(), best, TimeElapsedColumn()) as bar:
-        task = bar.add_task("search", total=1.0, best="")
-
-        def show(progress: Progress) -> None:
-            found = "" if progress.value is None else f"best {amount(progress.value)}, "
-            text = f"{found}none is below {amount(progress.bound)}"
-            bar.update(task, completed=progress.share, description=progress.method, best=text)
-
+    with out.console(error=True).status(f"searching, {time_limit:g} s at most"):
         found = find(
             settings.costs(), **settings.sizes(), memory_limit=settings.memory,
             objective=objective, time_limit_s=time_limit, seed=seed, recompute=recompute,
-            offload=offload, pareto=pareto, progress=show,
+            offload=offload,
         )  # fmt: skip
-        bar.update(task, completed=1.0)
     # Without a memory limit, recomputation and offload can't make a program faster.
     _print(found, among_all=settings.memory is None or recompute or offload)
     if output is not None:
@@ -93,8 +81,3 @@ def _print(found: SearchResult, *, among_all: bool) -> None:
     best = f"[bold]{found.objective} {amount(found.value)}[/], {proof}; found by {found.method}"
     for line in (best, out.figures_text(found.simulation), out.peaks_text(found.simulation)):
         console.print(line, soft_wrap=True)
-    if found.pareto:
-        shown = out.table("peak", found.objective, "found by", numbers=("peak", found.objective))
-        for point in found.pareto:
-            shown.add_row(amount(point.peak), amount(point.value), point.method)
-        out.print_table(shown)

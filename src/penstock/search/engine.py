@@ -29,27 +29,16 @@ from penstock.schedule.registry import build, schedules
 from penstock.schedule.rules import COMPUTE, INPUT_GRADS
 from penstock.search.exact import improve
 from penstock.search.local_search import anneal
-from penstock.search.memory_reduction import (
-    can_offload,
-    least_reduced,
-    reduce_memory,
-    refuse_infeasible,
-)
-from penstock.search.patterns import (
-    PatternParams,
-    PatternSearch,
-    run_pattern,
-)
+from penstock.search.memory_reduction import can_offload, reduce_memory, refuse_infeasible
+from penstock.search.patterns import PatternParams, PatternSearch, run_pattern
 from penstock.search.problem import Objective, Order, SearchProblem, problems_of
-from penstock.search.result import Progress, SearchResult
+from penstock.search.result import SearchResult
 from penstock.search.state import Budget, SearchState, meets
 from penstock.simulate.costs import Costs, build_for
 
 __all__ = ["overlapped", "search"]
 
 _UNIT = Costs()
-# The share of the first search if time is traded against memory; how many others follow.
-_FIRST, _LIMITS = 0.3, 8
 # The share of the search without a limit if programs may be reduced.
 _LOOSE = 0.4
 # The largest steps for exact search, and those that it can often prove, in actions.
@@ -89,8 +78,6 @@ def search(
     exact: bool = True,
     recompute: bool = False,
     offload: bool = False,
-    pareto: bool = False,
-    progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
     """Search for the best program of one copy of the model within the time limit.
 
@@ -112,8 +99,6 @@ def search(
         recompute: if True, stages may recompute their activations (``costs.recompute``,
             ``costs.recompute_bytes``).
         offload: if True, stages may offload their activations, at the times given in ``costs``.
-        pareto: if True, also searches for programs that trade time for memory.
-        progress: a callback that receives the progress now and then.
 
     Returns:
         The best program, its figures, and a lower bound for programs of one copy of the model on
@@ -166,85 +151,37 @@ def search(
     refuse_infeasible(problems, allowed)
     feasible = [problem for problem in problems if problem.is_feasible]
     state = SearchState(
-        problems if allowed else feasible,
-        budget=budget,
-        seed=seed,
-        progress=progress,
-        reduces=bool(allowed),
+        problems if allowed else feasible, budget=budget, seed=seed, reduces=bool(allowed)
     )
     if allowed:
         # Searches without a limit first: a fast program may become feasible by memory reduction.
         loose = [problem.limited(math.inf) for problem in problems]
         _run_methods(state, loose, budget.part(_LOOSE), exact=exact)
-        _reduce(state, problems, allowed, pareto=pareto)
+        reduce_memory(state, problems, allowed)
         budget = budget.part(1 - _LOOSE, of=1 - _LOOSE)
-    if feasible and pareto:
-        _run_methods(state, feasible, budget.part(_FIRST), exact=exact)
-        _trade(state, feasible, budget.part(1 - _FIRST, of=1 - _FIRST), exact=exact)
-    elif feasible:
-        _run_methods(state, feasible, budget, exact=exact)
+    if feasible:
+        _run_methods(state, feasible, budget, exact=exact, closed_forms=not allowed)
     if allowed:
-        _reduce(state, problems, allowed, pareto=pareto)
-    return state.result(with_pareto=pareto)
-
-
-def _reduce(
-    state: SearchState, given: list[SearchProblem], allowed: Sequence[str], *, pareto: bool
-) -> None:
-    """Reduce the memory of programs to the limit, and for a Pareto front also to lower limits."""
-    state.problems = given
-    state.report("memory reduction")
-    reduce_memory(state, allowed)
-    if pareto:
-        least = min(least_reduced(given, way) for way in allowed)
-        # If no reduced program fits, a search under the limit may still find one.
-        most = max((found.peak for found in state.front()), default=0.0)
-        for limit in _lower_limits(given, least, most):
-            state.report("memory reduction")
-            state.problems = [problem.limited(limit) for problem in given]
-            reduce_memory(state, allowed)
-        state.problems = given
-
-
-def _trade(state: SearchState, given: list[SearchProblem], budget: Budget, *, exact: bool) -> None:
-    """Search again under lower limits, from the smallest feasible one up."""
-    least = min(problem.least_memory for problem in given)
-    # If time ran out, the reduced programs may be the only ones.
-    most = next((found.peak for found in state.ranked()), 0.0)
-    limits = _lower_limits(given, least, most)
-    for number, limit in enumerate(limits):
-        lower = [problem.limited(limit) for problem in given]
-        lower = [problem for problem in lower if problem.is_feasible]
-        if lower and not state.is_late():
-            part = budget.part(1 / len(limits), of=1 - number / len(limits))
-            _run_methods(state, lower, part, exact=exact)
-        state.problems = given
-
-
-def _lower_limits(given: Sequence[SearchProblem], least: float, most: float) -> list[float]:
-    """A geometric grid of memory limits between the smallest feasible one and the current peak;
-    whole numbers if activations are counted."""
-    if least <= 0:
-        return []
-    ratio = max(1.0, most / least)
-    limits = {least * ratio ** (n / _LIMITS) for n in range(_LIMITS)}
-    if all(size.is_integer() for problem in given for size in problem.memory.activation):
-        limits = {float(math.floor(limit)) for limit in limits}
-    return [limit for limit in sorted(limits) if least <= limit < most]
+        reduce_memory(state, problems, allowed)
+    return state.result()
 
 
 def _run_methods(
-    state: SearchState, problems: list[SearchProblem], budget: Budget, *, exact: bool
+    state: SearchState,
+    problems: list[SearchProblem],
+    budget: Budget,
+    *,
+    exact: bool,
+    closed_forms: bool = True,
 ) -> None:
     """Run all methods in turn, until the best program is proven or time is up."""
     state.problems = problems
-    state.report("closed forms")
     for problem in problems:
         # One program per placement; after the first, only as time allows.
         if state.is_late(times=2):
             break
         state.note_order(problem, run_pattern(problem, PatternParams()).order, "periodic patterns")
-    if not state.done_s:
+    if closed_forms:
         _closed_forms(state)
     size = problems[0].size
     # The parts of the work.
@@ -258,7 +195,6 @@ def _run_methods(
         if not state.is_over():
             method(state, budget.part(share, of=left))
         left -= share
-        state.done_s += budget.work_s * share
     if not state.is_over():
         _overlap(state)
 
@@ -307,7 +243,6 @@ def _tune_patterns(state: SearchState, budget: Budget) -> None:
         for number, tuned in enumerate(chosen):
             share = 0.5 / len(chosen)
             before = half + number * share
-            state.report("periodic patterns", budget.work_s * before)
             part, bound = budget.part(share, of=1 - before), state.bound(tuned.whole)
             until = tuned.placed + part.actions - is_large * _RUN * tuned.whole.size
             while tuned.placed < until and tuned.stale < _STALE:
@@ -335,7 +270,6 @@ def _search_locally(state: SearchState, budget: Budget) -> None:
         for problem, order in entrants:
             if state.is_over():
                 return
-            state.report("local search", budget.work_s * before)
             each = share / len(entrants)
             part = budget.part(each, of=max(each, 1 - before))
             before += each
@@ -403,7 +337,6 @@ def _search_exactly(state: SearchState, budget: Budget) -> None:
         if state.is_over():
             return
         before = number / len(rivals)
-        state.report("exact", budget.work_s * before)
         part = budget.part(1 / len(rivals), of=1 - before)
         start = problem.replay(problem.order(state.ranked(problem.placement)[0].program))
         assert start is not None, "a program that ends with full backwards ends with split ones"

@@ -57,9 +57,12 @@ def refuse_infeasible(problems: Sequence[SearchProblem], allowed: Sequence[str])
     )
 
 
-def reduce_memory(state: SearchState, allowed: Sequence[str]) -> None:
+def reduce_memory(
+    state: SearchState, problems: list[SearchProblem], allowed: Sequence[str]
+) -> None:
     """Add feasible programs by reducing the memory of ranks that exceed the limit."""
-    for problem in state.problems:
+    state.problems = problems
+    for problem in problems:
         bases = {_one_by_one(problem): "one by one"}
         for each in state.ranked(problem.placement, feasible=False)[:_TRIED]:
             order = problem.order(each.program)

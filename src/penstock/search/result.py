@@ -1,4 +1,4 @@
-"""The result of a search, and its progress."""
+"""The result of a search."""
 
 from __future__ import annotations
 
@@ -8,29 +8,12 @@ from penstock.schedule.program import CheckedProgram, Program
 from penstock.search.problem import Objective
 from penstock.simulate.simulation import Simulation
 
-__all__ = ["Point", "Progress", "SearchResult"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """The progress of a search.
-
-    Args:
-        share: the share of the work done, from 0 to 1.
-        method: the current method.
-        value: the objective of the best program so far; None before the first.
-        bound: a lower bound on the objective of programs of one copy of the model.
-    """
-
-    share: float
-    method: str
-    value: float | None
-    bound: float
+__all__ = ["Point", "SearchResult"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A program found by a search; in a result, Pareto-optimal in time and memory, and checked.
+    """A program found by a search.
 
     Args:
         program: the program.
@@ -60,7 +43,6 @@ class SearchResult:
         method: the method that found it, such as ``"closed form: zbv"`` or ``"exact"``.
         reproducible: True if the same search finds the same program on any machine; False if the
             time limit cut it short.
-        pareto: the Pareto front of time and memory if requested, from least memory to least time.
     """
 
     program: CheckedProgram
@@ -71,7 +53,6 @@ class SearchResult:
     peak: float
     method: str
     reproducible: bool
-    pareto: tuple[Point, ...] = ()
 
     @property
     def gap(self) -> float:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from penstock.schedule.check import check
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.search.problem import Order, SearchProblem
-from penstock.search.result import Point, Progress, SearchResult
+from penstock.search.result import Point, SearchResult
 from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.simulation import simulate
 
@@ -62,13 +61,11 @@ class SearchState:
         problems: one per placement, with the same limit.
         budget: the work and the time of the whole search.
         seed: the random seed.
-        progress: a callback for the progress.
         reduces: True if programs may recompute or offload, and so evade bounds from the limit.
 
     Attributes:
         plain: the programs that neither recompute nor offload, feasible or not.
         reduced: the programs that do.
-        done_s: the part of ``budget.work_s`` that is done.
         cut_short: True if the clock has ended any method.
         closing_s: the estimated seconds to check the winner.
     """
@@ -79,17 +76,15 @@ class SearchState:
         *,
         budget: Budget,
         seed: int,
-        progress: Callable[[Progress], None] | None,
         reduces: bool = False,
     ) -> None:
         self.problems, self.budget, self.seed = list(problems), budget, seed
         self.plain: list[Point] = []
         self.reduced: list[Point] = []
-        self.done_s = 0.0
         self.cut_short = False
         self.closing_s = _CLOSING_S * self.problems[0].size
         self._bounds: dict[tuple[Placement, float], float] = {}
-        self._progress, self._reduces = progress, reduces
+        self._reduces = reduces
 
     def _fits(self, found: Point) -> bool:
         return found.peak <= self.problems[0].most
@@ -102,15 +97,6 @@ class SearchState:
         """The plain programs of a placement, best first."""
         found = [each for each in self.plain if placement in (None, each.program.placement)]
         return sorted(filter(self._fits, found) if feasible else found, key=_merit)
-
-    def front(self) -> tuple[Point, ...]:
-        """The Pareto front of time and memory, by memory."""
-        front: list[Point] = []
-        found = filter(self._fits, (*self.plain, *self.reduced))
-        for each in sorted(found, key=lambda found: (found.peak, found.value)):
-            if not front or each.value < front[-1].value * (1 - 1e-9):
-                front.append(each)
-        return tuple(front)
 
     def bound(self, problem: SearchProblem) -> float:
         """A lower bound on the objective of feasible programs on this placement."""
@@ -165,26 +151,10 @@ class SearchState:
         """Simulate and keep the program of an order."""
         self.note(problem, problem.program(order, name="searched"), method)
 
-    def report(self, method: str, more_s: float = 0.0) -> None:
-        """Report the progress: the work done, and ``more_s``."""
-        if self._progress is not None:
-            best = self.best()
-            self._progress(
-                Progress(
-                    share=min(1.0, (self.done_s + more_s) / self.budget.work_s),
-                    method=method,
-                    value=None if best is None else best.value,
-                    bound=min(map(self.bound, self.problems)),
-                )
-            )
-
-    def result(self, *, with_pareto: bool) -> SearchResult:
-        """The search result, with checked programs."""
+    def result(self) -> SearchResult:
+        """The search result, with the best program, checked."""
         best, problem = self.best(), self.problems[0]
         assert best is not None
-        self.done_s = self.budget.work_s
-        self.report(best.method)
-        front = self.front() if with_pareto else ()
         return SearchResult(
             program=check(best.program),
             simulation=simulate(best.program, problem.costs),
@@ -194,7 +164,6 @@ class SearchState:
             peak=best.peak,
             method=best.method,
             reproducible=not self.cut_short,
-            pareto=tuple(replace(each, program=check(each.program)) for each in front),
         )
 
 
