@@ -91,7 +91,7 @@ def test_modules_are_found_behind_functions_of_the_same_name() -> None:
     [
         "import penstock",
         "import penstock.search.engine; import penstock",
-        "from penstock.search.result import SearchResult; import penstock",
+        "from penstock.search.state import SearchResult; import penstock",
         "import penstock; from penstock.search.problem import SearchProblem",
         "import penstock; penstock.search; from penstock.search import engine",
     ],

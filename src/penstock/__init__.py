@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from penstock.schedule.registry import build, schedule, schedules
     from penstock.schedule.text import load_csv, save_csv
     from penstock.search.engine import search
-    from penstock.search.result import SearchResult
+    from penstock.search.state import SearchResult
     from penstock.simulate.costs import Costs
     from penstock.simulate.liveness import (
         PipelineActivationLiveness,
@@ -127,7 +127,7 @@ _NAMES = {
     "penstock.schedule.program": "CheckedProgram Program",
     "penstock.schedule.registry": "build schedules",
     "penstock.schedule.text": "load_csv save_csv",
-    "penstock.search.result": "SearchResult",
+    "penstock.search.state": "SearchResult",
     "penstock.simulate.costs": "Costs",
     "penstock.simulate.liveness": (
         "PipelineActivationLiveness analyze_pipeline_activation_liveness"

@@ -20,11 +20,10 @@ OPTIONS = (
 )  # fmt: skip
 NAMED = (
     "--cost=bandwidth", "--cost=transfers_overlap", "--cost=offload", "--option=group",
-    "--option=splits", "--option=waves", "--option=ahead", "--option=limit", "--option=forward",
+    "--option=splits", "--option=ahead", "--option=forward",
 )  # fmt: skip
 FAMILY = {
-    "group": "interleaved-1f1b", "splits": "seq1f1b", "waves": "hanayo", "ahead": "po-h",
-    "limit": "1f1b-v", "forward": "zb-1p",
+    "group": "interleaved-1f1b", "splits": "seq1f1b", "ahead": "po-h", "forward": "zb-1p",
 }  # fmt: skip
 
 
@@ -162,7 +161,7 @@ def test_running_out_of_memory_is_reported(
         (["compare", "1f1b:microbatches=3"], "1f1b has no option 'microbatches'"),
         (["compare", "1f1b", "zbv", "-O", "virtual=4"], "zbv takes option 'virtual'"),
         (["compare", "1f1b:name=x"], "1f1b has no option 'name'; it has none"),
-        (["compare", "hanayo:costs=3"], "hanayo has no option 'costs'; its options are: waves"),
+        (["compare", "gis:costs=3"], "gis has no option 'costs'; its options are: group"),
         (
             ["search", "--time-limit", "-1"],
             "--time-limit: search: time_limit_s=-1.0 must be a finite number above 0",

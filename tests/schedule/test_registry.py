@@ -141,9 +141,6 @@ def test_numbers_that_do_not_work_get_the_nearest_that_do(
         ("gis", {"group": 4.0}, r"group=4.0 does not work"),
         ("hanayo", {"virtual": 3}, r"virtual=3 .*; any even number does, and"),
         ("hanayo", {"virtual": 1}, r"virtual=1 .*; any even number does, and"),
-        ("hanayo", {"waves": 0}, r"waves=0 does not work; give a whole number from 1 on"),
-        ("hanayo", {"waves": 2, "virtual": 6}, r"waves=2 make 4 stages per rank, not virtual=6"),
-        ("1f1b-v", {"limit": 11}, r"limit=11 does not work; give a whole number from 12 on"),
         ("zb-1p", {"forward": -1}, r"forward=-1 must be a finite number from 0 on"),
         ("zb-2p", {"weight_grad": float("nan")}, r"weight_grad=nan must be a finite number"),
         ("zb-2p", {"input_grad": [1, 2]}, r"input_grad has 2 numbers for 8 stages; give one"),
@@ -159,11 +156,9 @@ def test_options_that_do_not_work_are_refused(
         build(name, ranks=8, microbatches=16, **numbers)  # type: ignore[arg-type]
 
 
-def test_waves_and_stages_per_rank_say_the_same() -> None:
-    by_waves = build("hanayo", ranks=2, microbatches=4, waves=3)
-    assert by_waves == build("hanayo", ranks=2, microbatches=4, virtual=6)
-    assert by_waves == build("hanayo", ranks=2, microbatches=4, virtual=6, waves=3)
-    assert by_waves.placement.stages_of(0) == (0, 3, 4, 7, 8, 11)
+def test_hanayo_goes_down_and_up_in_waves() -> None:
+    program = build("hanayo", ranks=2, microbatches=4, virtual=6)
+    assert program.placement.stages_of(0) == (0, 3, 4, 7, 8, 11)
 
 
 def test_every_option_is_explained() -> None:
@@ -178,7 +173,7 @@ def test_every_option_is_explained() -> None:
         ("1f1b", {"ranks": 10**400, "microbatches": 1}),
         ("gpipe", {"ranks": 10**4, "microbatches": 10**5}),
         ("zbv", {"ranks": 10**4, "microbatches": 10**4}),
-        ("hanayo", {"ranks": 4, "microbatches": 4, "waves": 10**7}),
+        ("hanayo", {"ranks": 4, "microbatches": 4, "virtual": 2 * 10**7}),
         ("seq1f1b", {"ranks": 4, "microbatches": 10**6, "splits": 10**6}),
     ],
 )

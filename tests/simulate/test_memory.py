@@ -8,7 +8,7 @@ from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build
 from penstock.simulate.costs import Costs
-from penstock.simulate.memory import StageMemory, held_bytes, memory_curves, peak_in_flight, peaks
+from penstock.simulate.memory import StageMemory, peak_in_flight, peaks
 from penstock.simulate.simulation import simulate
 
 KINDS = {op.value: op for op in Op}
@@ -44,20 +44,6 @@ def test_forwards_alone_hold_one_activation_each() -> None:
 def test_transfers_hold_nothing() -> None:
     program = build("interleaved-zb", ranks=3, microbatches=6)
     assert peak_in_flight(lower(program)) == peak_in_flight(program) == (6, 6, 6)
-
-
-def test_parameters_and_buffers_are_held_throughout() -> None:
-    program = build("1f1b", ranks=2, microbatches=4)
-    costs = Costs(activation_bytes=[8, 4])
-    result = simulate(program, costs)
-    memory = replace(StageMemory.of(costs, 2), resident=(100.0, 10.0))
-    assert peaks(program, memory) == (116, 14)
-    assert peaks(program, memory) == tuple(
-        held_bytes(2 - rank, activation=(8, 4)[rank], resident=(100, 10)[rank]) for rank in (0, 1)
-    )
-    curves = memory_curves(program.ranks, memory, result.starts, result.ends)
-    for curve, plain, resident in zip(curves, result.memory, (100, 10), strict=True):
-        assert curve == tuple((time, held + resident) for time, held in plain)
 
 
 def test_the_order_determines_the_peak_where_weight_gradients_hold_more() -> None:

@@ -165,7 +165,7 @@ def test_recomputation_holds_little_and_takes_a_second_forward() -> None:
 
 def test_copies_run_beside_the_compute_and_the_backward_waits_for_them() -> None:
     program = one_rank("F0 OFFLOAD0 F1 F2 B2 RELOAD0 B1 B0", 3)
-    costs = Costs(activation_bytes=8, offload_bandwidth=4, reload=5)
+    costs = Costs(activation_bytes=8, offload=2, reload=5)
     result = simulate(program, costs)
     times = {str(s.action): (s.start, s.end) for s in result.trace.spans}
     assert times["0OFFLOAD0"] == (1, 3)

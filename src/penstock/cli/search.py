@@ -17,7 +17,7 @@ from penstock.schedule.workload import Objective
 from penstock.view.palette import amount
 
 if TYPE_CHECKING:
-    from penstock.search.result import SearchResult
+    from penstock.search.state import SearchResult
 
 __all__ = ["search"]
 
@@ -29,7 +29,7 @@ _RECOMPUTE = (
 )
 _OFFLOAD = (
     "Allow stages to offload activations to the host; needs --cost offload=... and "
-    "--cost reload=..., or activation_bytes and offload_bandwidth."
+    "--cost reload=...."
 )
 
 

@@ -29,11 +29,10 @@ from penstock.schedule.registry import build, schedules
 from penstock.schedule.rules import COMPUTE, INPUT_GRADS
 from penstock.search.exact import improve
 from penstock.search.local_search import anneal
-from penstock.search.memory_reduction import can_offload, reduce_memory, refuse_infeasible
+from penstock.search.memory_reduction import reduce_memory, refuse_infeasible
 from penstock.search.patterns import PatternParams, PatternSearch, run_pattern
 from penstock.search.problem import Objective, Order, SearchProblem, problems_of
-from penstock.search.result import SearchResult
-from penstock.search.state import Budget, SearchState, meets
+from penstock.search.state import Budget, SearchResult, SearchState, meets
 from penstock.simulate.costs import Costs, build_for
 
 __all__ = ["overlapped", "search"]
@@ -108,8 +107,8 @@ def search(
 
     Raises:
         ScheduleError: no program fits the memory limit (the message gives the smallest feasible
-            limit, and says if recomputation or offload would help); offload has no cost; numbers,
-            costs or placements contradict each other; or OR-Tools is required but not installed.
+            limit); offload has no cost; numbers, costs or placements contradict each other; or
+            OR-Tools is required but not installed.
 
     Examples:
         >>> found = search(ranks=4, microbatches=8, memory_limit=4, exact=False)
@@ -118,8 +117,6 @@ def search(
 
     Source: arXiv:2401.10241, sec. 3.1 (search under a memory limit); arXiv:2405.15362 (patterns).
     """
-    if not isinstance(costs, Costs):
-        raise ScheduleError(f"search: costs={costs!r} are no penstock.Costs; leave them out for 1")
     if not (isinstance(time_limit_s, (int, float)) and 0 < time_limit_s < math.inf):
         raise ScheduleError(
             f"search: time_limit_s={time_limit_s!r} must be a finite number above 0",
@@ -130,10 +127,10 @@ def search(
             "search: exact search needs OR-Tools; pip install 'penstock[search]', or pass "
             "exact=False to search without"
         )
-    if offload and not can_offload(costs):
+    if offload and costs.offload is None and costs.reload is None:
         raise ScheduleError(
             "search: offload=True, but costs say nothing of it; pass Costs(offload=..., "
-            "reload=...), or activation_bytes and offload_bandwidth",
+            "reload=...)",
             parameter="offload",
         )
     ways = {"recompute": recompute, "offload": offload}

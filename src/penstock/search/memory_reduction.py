@@ -18,12 +18,10 @@ from penstock.schedule.passes import offload, recompute
 from penstock.schedule.program import Program
 from penstock.schedule.workload import schedule_by_priority
 from penstock.search.problem import Order, SearchProblem
-from penstock.search.result import Point
-from penstock.search.state import SearchState
-from penstock.simulate.costs import Costs
+from penstock.search.state import Point, SearchState
 from penstock.simulate.simulation import simulate
 
-__all__ = ["can_offload", "least_reduced", "reduce_memory", "refuse_infeasible"]
+__all__ = ["reduce_memory", "refuse_infeasible"]
 
 # The pass that reduces the memory of some stages, by the argument of ``search`` that allows it.
 _PASSES = {"recompute": recompute, "offload": offload}
@@ -31,30 +29,22 @@ _PASSES = {"recompute": recompute, "offload": offload}
 _TRIED = 8
 
 
-def can_offload(costs: Costs) -> bool:
-    """True if the costs give the time of an offload."""
-    return any(each is not None for each in (costs.offload, costs.reload, costs.offload_bandwidth))
-
-
 def refuse_infeasible(problems: Sequence[SearchProblem], allowed: Sequence[str]) -> None:
     """Refuse a limit that no program meets, on any placement.
 
     Raises:
-        ScheduleError: the limit is infeasible; the message gives the smallest feasible ones.
+        ScheduleError: the limit is infeasible; the message gives the smallest feasible one.
     """
-    some, least = problems[0], min(problem.least_memory for problem in problems)
-    if min([least, *(least_reduced(problems, way) for way in allowed)]) <= some.most:
-        return
-    text = f"one microbatch alone holds {least:g} on some rank"
-    for way in _PASSES:
-        if way == "recompute" or can_offload(some.costs):
-            reduced = least_reduced(problems, way)
-            text += f", with {way}=True {reduced:g}" if reduced < least else ""
-    raise ScheduleError(
-        f"search: no program meets memory_limit={some.limit:g}: {text}; raise the limit, or use "
-        "fewer stages per rank",
-        parameter="memory_limit",
-    )
+    some = problems[0]
+    least = min(problem.least_memory for problem in problems)
+    least = min([least, *(_least_reduced(problems, way) for way in allowed)])
+    if least > some.most:
+        raise ScheduleError(
+            f"search: no program meets memory_limit={some.limit:g}: one microbatch alone holds "
+            f"{least:g} on some rank; raise the limit, use fewer stages per rank, or allow "
+            "recompute or offload",
+            parameter="memory_limit",
+        )
 
 
 def reduce_memory(
@@ -82,7 +72,7 @@ def reduce_memory(
                 _reduce(state, problem, base, way, method)
 
 
-def least_reduced(problems: Sequence[SearchProblem], way: str) -> float:
+def _least_reduced(problems: Sequence[SearchProblem], way: str) -> float:
     """The peak of the fullest rank if microbatches run one at a time and all stages are reduced."""
     found = []
     for problem in problems:

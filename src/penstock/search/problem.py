@@ -170,13 +170,6 @@ def _usual(costs: Costs, ranks: int, virtual: int | None) -> tuple[Placement, ..
 
 
 def _refuse_placements(placements: Sequence[Placement], ranks: int, virtual: int | None) -> None:
-    if not isinstance(placements, Sequence) or not all(
-        isinstance(each, Placement) for each in placements
-    ):
-        raise ScheduleError(
-            f"search: placements={placements!r}: expected a sequence of placements, such as "
-            "[linear(4), v_shape(4)] of penstock.schedule.placement"
-        )
     if not placements:
         raise ScheduleError("search: placements is empty; leave it out for the usual ones")
     for placement in placements:

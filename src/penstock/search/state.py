@@ -1,4 +1,4 @@
-"""The state of a search: programs and bounds found so far, and the budget.
+"""The state of a search: programs and bounds found so far, and the budget; and its result.
 
 So that a search makes the same choices on any machine, its limit in seconds becomes a number of
 actions to place, at the rate of a slow machine. The clock ends a search only below that rate; the
@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from penstock.schedule.check import check
 from penstock.schedule.placement import Placement
-from penstock.schedule.program import Program
-from penstock.search.problem import Order, SearchProblem
-from penstock.search.result import Point, SearchResult
+from penstock.schedule.program import CheckedProgram, Program
+from penstock.search.problem import Objective, Order, SearchProblem
 from penstock.simulate.bounds import lower_bounds
-from penstock.simulate.simulation import simulate
+from penstock.simulate.simulation import Simulation, simulate
 
-__all__ = ["Budget", "SearchState", "meets"]
+__all__ = ["Budget", "Point", "SearchResult", "SearchState", "meets"]
 
 # Placing an action takes 1 to 2.5 µs on the machine that this was written on.
 _ACTIONS_PER_S = 400_000
@@ -29,6 +29,61 @@ _SOLVER_S_PER_S = 0.5
 _SMALL = 10_000
 # Least seconds per action for checking and simulating a program.
 _CLOSING_S = 4e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A program found by a search.
+
+    Args:
+        program: the program.
+        value: its objective.
+        peak: the peak of the fullest rank, in the unit of the memory limit.
+        method: the method that found it.
+    """
+
+    program: Program
+    value: float
+    peak: float
+    method: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The result of a search: the best program of one copy of the model.
+
+    Args:
+        program: the checked program, without transfers.
+        simulation: its times and figures under the costs of the search.
+        objective: the minimized figure.
+        value: its value.
+        bound: a lower bound on the objective of programs of one copy of the model, on the given
+            placements and within the memory limit.
+        peak: the peak of the fullest rank, in the unit of the memory limit.
+        method: the method that found it, such as ``"closed form: zbv"`` or ``"exact"``.
+        reproducible: True if the same search finds the same program on any machine; False if the
+            time limit cut it short.
+    """
+
+    program: CheckedProgram
+    simulation: Simulation
+    objective: Objective
+    value: float
+    bound: float
+    peak: float
+    method: str
+    reproducible: bool
+
+    @property
+    def gap(self) -> float:
+        """The largest possible gap to the optimum: (value - bound) ÷ value."""
+        return max(0.0, 1 - self.bound / self.value) if self.value else 0.0
+
+    @property
+    def is_proven(self) -> bool:
+        """True if the program is proven optimal among programs of one copy of the model, on the
+        placements searched, without recomputation and offload."""
+        return self.gap <= 1e-9
 
 
 class Budget:

@@ -42,7 +42,6 @@ _Stored: TypeAlias = float | tuple[float, ...] | PerEdge
 
 _PER_EDGE = ("latency", "bandwidth")
 _SWITCHES = ("transfers_overlap", "one_message_at_a_time")
-_POSITIVE = ("bandwidth", "offload_bandwidth")
 # The costs that the stages of a rank share; the second only if activations are sized.
 _SHARED = ("forward", "input_grad", "weight_grad", "overlap", "recompute", "offload", "reload")
 _SHARED_BYTES = ("activation_bytes", "weight_grad_bytes", "recompute_bytes")
@@ -72,8 +71,7 @@ class Costs:
         overlap: an overlapped pair of a forward and a backward, by the stage of its first action;
             None for the sum of both times.
         recompute: a second forward, ahead of the backward; None for the cost of ``forward``.
-        offload: the copy of an activation to the host, beside the compute; None for
-            ``activation_bytes`` ÷ ``offload_bandwidth``, or for no time if either is missing.
+        offload: the copy of an activation to the host, beside the compute; None for no time.
         reload: the copy back to the device; None as for ``offload``.
         message_bytes: the size of a stage's message to the next stage, per microbatch, and of the
             gradient sent back. The last stage's value is ignored.
@@ -85,7 +83,6 @@ class Costs:
         weight_grad_bytes: held from the end of I to the end of W, less or more than
             ``activation_bytes``; None for the same.
         recompute_bytes: held from F to the recomputation, if a stage is recomputed.
-        offload_bandwidth: bytes per unit of time between a rank and its host, each way.
         transfers_overlap: if True, a rank computes while its messages travel; if False, it idles
             for bytes ÷ bandwidth after each result that it sends.
         one_message_at_a_time: if True, messages from one rank to another travel one after another;
@@ -121,7 +118,6 @@ class Costs:
     activation_bytes: Cost | None = None
     weight_grad_bytes: Cost | None = None
     recompute_bytes: Cost = 0.0
-    offload_bandwidth: Cost | None = None
     transfers_overlap: bool = True
     one_message_at_a_time: bool = False
 
@@ -147,13 +143,10 @@ class Costs:
 
     def offload_times(self, *, num_stages: int) -> tuple[tuple[float, ...], ...]:
         """The times of an offload and of a reload on each stage."""
-        plain = (0.0,) * num_stages
-        if self.activation_bytes is not None and self.offload_bandwidth is not None:
-            sizes = self.per_stage("activation_bytes", num_stages=num_stages)
-            speeds = self.per_stage("offload_bandwidth", num_stages=num_stages)
-            plain = tuple(size / speed for size, speed in zip(sizes, speeds, strict=True))
         return tuple(
-            plain if getattr(self, name) is None else self.per_stage(name, num_stages=num_stages)
+            (0.0,) * num_stages
+            if getattr(self, name) is None
+            else self.per_stage(name, num_stages=num_stages)
             for name in ("offload", "reload")
         )
 
@@ -333,7 +326,7 @@ def _per_edge(name: str, given: Mapping[tuple[int, int], float]) -> PerEdge:
 
 def _number(name: str, given: object) -> float:
     number = as_number(given)
-    if number == 0 and name in _POSITIVE:
+    if number == 0 and name == "bandwidth":
         raise _wrong(name, ": 0 moves nothing; leave it out where it is no limit")
     if not (math.isfinite(number) and number >= 0):
         shown = number if math.isinf(number) else given

@@ -7,8 +7,7 @@
 A full backward holds the activation to its end. A recomputed activation is held while F runs; then
 ``recompute_bytes`` of it are held until RECOMPUTE. An offloaded activation is on the host from the
 end of its copy, and no earlier than the end of the rank's next computation, to its RELOAD.
-Parameters, gradients, optimizer state and boundary buffers are held throughout. A rank holds the
-sum over its stages.
+A rank holds the sum over its stages.
 
 The peaks of a program follow from the order of its steps alone if each copy ends with the rank's
 next computation. The curve over time follows from simulated times, and is never lower.
@@ -56,14 +55,11 @@ class StageMemory:
         activation: held from the start of F to the end of I, or of a full backward.
         weight_grad: held from the end of I to the end of W.
         recompute: held from the end of F to RECOMPUTE, if the activation is recomputed.
-        resident: held throughout: parameters, gradients, optimizer state, boundary buffers; empty
-            for none.
     """
 
     activation: tuple[float, ...]
     weight_grad: tuple[float, ...]
     recompute: tuple[float, ...]
-    resident: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, costs: Costs, num_stages: int) -> StageMemory:
@@ -173,8 +169,6 @@ def memory_curves(
     backward = any(act.op in BACKWARDS for act in acts)
     curves = []
     for steps, begun, ended in zip(ranks, starts, ends, strict=True):
-        stages = {act.stage for step in steps for act in step.parts} if memory.resident else ()
-        held = sum((memory.resident[stage] for stage in stages), 0.0)
         changes: list[tuple[float, float]] = []
         # The end of the copy and the memory of activations on their way to the host.
         leaving: list[tuple[float, float]] = []
@@ -197,7 +191,7 @@ def memory_curves(
         changes += [(copied, -size) for copied, size in leaving]
         # Copies run beside the steps, so sort by time; without copies the order is already right.
         changes.sort(key=itemgetter(0))
-        points = [(0.0, held)]
+        held, points = 0.0, [(0.0, 0.0)]
         for time, change in changes:
             held += change
             if len(points) > 1 and points[-1][0] == time and points[-1][1] <= held:

@@ -65,8 +65,6 @@ _COSTS = {
     "latency": "how long a result travels to another rank: a number, or one per sending stage",
 }
 _EVEN = range(2, maxsize, 2)
-_LIMIT = {"limit": "the most activations that a rank may hold"}
-_WAVES = {"waves": "how many waves there are: half of virtual"}
 
 FAMILIES: tuple[Family, ...] = (
     _family(Arrangement.LOOPED, None, 1, "forward-only", forward_only, "2104.04473"),
@@ -89,8 +87,8 @@ FAMILIES: tuple[Family, ...] = (
     _v_shaped("v-zb", v_zb, "2405.15362", options=_COSTS),
     _v_shaped("v-half", v_half, "2405.15362", options=_COSTS),
     _v_shaped("v-min", v_min, "2405.15362", options=_COSTS),
-    _v_shaped("1f1b-v", one_f_one_b_v, "2405.15362", options=_LIMIT | _COSTS),
-    _family(Arrangement.WAVE, _EVEN, 2, "hanayo", hanayo, "2308.15762", options=_WAVES),
+    _v_shaped("1f1b-v", one_f_one_b_v, "2405.15362", options=_COSTS),
+    _family(Arrangement.WAVE, _EVEN, 2, "hanayo", hanayo, "2308.15762"),
     _v_shaped("dualpipev", dualpipev, "2412.19437"),
     _both_ways(
         "dualpipe",

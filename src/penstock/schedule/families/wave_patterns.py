@@ -32,9 +32,8 @@ half the size of a 1F1B stage's. Bubbles, in chunks, where tF = tB = tW (1F1B's 
                                           P - 2, for M ≥ P
 
 Where 3 divides P, 1F1B-V's shortest pattern takes one activation more than its memory, so ranks
-wait, and from M = 2P on the whole takes longer than 1F1B. With one activation more (``limit``) no
-rank waits: the bubble is 5P - 3 for M ≥ 2P. Given costs and latency, patterns are list-scheduled
-with these, too, and the order with the shortest span is taken. Any P ≥ 1, M ≥ 1.
+wait, and from M = 2P on the whole takes longer than 1F1B. Given costs and latency, patterns are
+list-scheduled with these, too, and the order with the shortest span is taken. Any P ≥ 1, M ≥ 1.
 
 Hanayo with one wave (V = 2), P = 2, M = 3:
 
@@ -62,7 +61,6 @@ from penstock.errors import ScheduleError
 from penstock.schedule.families.common import program_of
 from penstock.schedule.families.costed import CostedStep
 from penstock.schedule.families.periodic import chain_pattern
-from penstock.schedule.family import refuse_option, refuse_sizes
 from penstock.schedule.list_schedule import list_schedule
 from penstock.schedule.placement import v_shape, wave
 from penstock.schedule.program import Program
@@ -93,24 +91,17 @@ def v_zb(*, ranks: int, microbatches: int, **costs: Any) -> Program:
     return _v_program("v-zb", ranks, microbatches, legs, turns, limit, costs, spare=0)
 
 
-def one_f_one_b_v(
-    *, ranks: int, microbatches: int, limit: int | None = None, **costs: Any
-) -> Program:
+def one_f_one_b_v(*, ranks: int, microbatches: int, **costs: Any) -> Program:
     """1F1B over a V-shape, with whole backwards, in two thirds of its memory."""
-    least = 2 * ((2 * ranks + 2) // 3)
-    limit = least if limit is None else limit
-    refuse_option("1f1b-v", "limit", limit, least)
-    longer = ranks % 3 == 0 and limit > least
     # A pattern beyond its memory can continue only if any ready action may run out of order.
-    tight = ranks % 3 == 0 and not longer
-    legs, turns = (1, 1, 2, 2), (1 + longer, 1, 2)
+    tight = ranks % 3 == 0
     return _v_program(
         "1f1b-v",
         ranks,
         microbatches,
-        legs,
-        turns,
-        least + longer,
+        (1, 1, 2, 2),
+        (1, 1, 2),
+        2 * ((2 * ranks + 2) // 3),
         costs,
         spare=int(not tight),
         overtake=tight,
@@ -157,17 +148,9 @@ def _v_program(
     return program_of(name, placement, microbatches, step.order, full=full)
 
 
-def hanayo(*, ranks: int, microbatches: int, virtual: int, waves: int | None = None) -> Program:
+def hanayo(*, ranks: int, microbatches: int, virtual: int) -> Program:
     """Waves of stages down and up the ranks, so that a microbatch turns without a message."""
-    if waves is None:
-        waves = virtual // 2
-    refuse_option("hanayo", "waves", waves, 1)
-    if virtual not in (2, 2 * waves):
-        raise ScheduleError(
-            f"hanayo: waves={waves} make {2 * waves} stages per rank, not virtual={virtual}; give "
-            "one of the two"
-        )
-    refuse_sizes("hanayo", ranks=ranks, microbatches=microbatches, virtual=2 * waves)
+    waves = virtual // 2
     placement = wave(ranks, waves)
     group = min(ranks, microbatches)
     limit = 2 * waves * group
