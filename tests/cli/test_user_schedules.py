@@ -21,6 +21,7 @@ from .conftest import Command
 PLUGIN = """
 import penstock
 
+@penstock.schedule("held-back")
 def held_back(*, ranks, microbatches):
     return penstock.build("gpipe", ranks=ranks, microbatches=microbatches)
 """

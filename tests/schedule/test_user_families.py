@@ -89,7 +89,7 @@ def test_a_wrong_program_is_refused_when_it_is_built() -> None:
 
     with pytest.raises(ScheduleError, match="1B0 needs 1F0, which comes only at step 1"):
         penstock.build("wrong", ranks=2, microbatches=1)
-    with pytest.raises(ScheduleError, match="wrong made a program of 2 ranks, 1 microbatch,"):
+    with pytest.raises(ScheduleError, match=r"wrong made a program of \(2, 1, 2, 1\) ranks, micro"):
         penstock.build("wrong", ranks=2, microbatches=2)
 
     @penstock.schedule("wrong")  # type: ignore[type-var]
@@ -101,7 +101,9 @@ def test_a_wrong_program_is_refused_when_it_is_built() -> None:
 
 
 def test_names_of_ours_are_taken() -> None:
-    with pytest.raises(ScheduleError, match="can't be called '1-F1B': Penstock has one"):
+    with pytest.raises(
+        ScheduleError, match="can't be called '1-F1B': give a name that Penstock has not taken"
+    ):
         penstock.schedule("1-F1B")(one_at_a_time)
     with pytest.raises(ScheduleError, match="can't be called 'ScheduleGPipe'"):
         penstock.schedule("ScheduleGPipe")(one_at_a_time)
@@ -109,34 +111,12 @@ def test_names_of_ours_are_taken() -> None:
         penstock.schedule("Breadth-First")(one_at_a_time)
 
 
-def test_invalid_arrangements_are_refused() -> None:
-    said = "arrangement='bidirectional' must be one of .*Arrangement.BIDIRECTIONAL"
-    with pytest.raises(ScheduleError, match=said):
-        penstock.schedule("mine", arrangement="bidirectional")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("name", ["", "-", " _ ", "Schedule", 3, None, one_at_a_time])
 def test_invalid_names_are_refused(name: object) -> None:
     known = penstock.schedules()
-    with pytest.raises(ScheduleError, match=r"can't be called .*give it a name, as in @penstock"):
+    with pytest.raises(ScheduleError, match=r"can't be called .*as in @penstock"):
         penstock.schedule(name)  # type: ignore[arg-type]
     assert penstock.schedules() == known
-
-
-@pytest.mark.parametrize("wrong", [3, None, "gpipe", dict])
-def test_invalid_functions_are_refused(wrong: object) -> None:
-    with pytest.raises(
-        ScheduleError, match=r"schedule 'x': .* put @penstock.schedule\('x'\) above"
-    ):
-        penstock.schedule("x")(wrong)  # type: ignore[type-var]
-
-
-def test_a_function_that_takes_no_ranks_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="takes no ranks"):
-
-        @penstock.schedule("mine")
-        def mine(*, microbatches: int) -> Program:
-            raise NotImplementedError
 
 
 def test_a_csv_file_is_a_schedule_too(tmp_path: Path) -> None:
@@ -153,14 +133,11 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[
         "@penstock.schedule('from-a-package')\n"
         "def made(*, ranks, microbatches):\n"
         "    return penstock.build('gpipe', ranks=ranks, microbatches=microbatches)\n"
-        "def bare(*, ranks, microbatches):\n"
-        "    return penstock.build('1f1b', ranks=ranks, microbatches=microbatches)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     found = [
-        EntryPoint("from-a-package", "penstock_plugin:made", registry._ENTRY_POINTS),
-        EntryPoint("undecorated", "penstock_plugin:bare", registry._ENTRY_POINTS),
-        EntryPoint("broken", "penstock_no_such_module:made", registry._ENTRY_POINTS),
+        EntryPoint("from-a-package", "penstock_plugin:made", "penstock.schedules"),
+        EntryPoint("broken", "penstock_no_such_module:made", "penstock.schedules"),
     ]
     monkeypatch.setattr(registry, "entry_points", lambda group: found)
     registry._discover.cache_clear()
@@ -169,13 +146,13 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_entry_point_is_found_by_name_and_a_broken_one_is_an_error() -> None:
+def test_an_entry_point_is_found_by_name_and_a_broken_one_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert penstock.build("from-a-package", ranks=2, microbatches=2).name == "from-a-package"
     names = [each.name for each in penstock.schedules()]
-    assert names.count("from-a-package") == names.count("undecorated") == 1
-    assert penstock.build("undecorated", ranks=2, microbatches=2).name == "undecorated"
-    with pytest.raises(ScheduleError, match=r"'broken' \(penstock_no_such_module:made\) can't be"):
-        penstock.build("no-such-schedule", ranks=2, microbatches=2)
+    assert names.count("from-a-package") == 1
+    assert "schedule broken of penstock_no_such_module:made: ModuleNotFound" in caplog.text
 
 
 def test_errors_of_its_function_name_the_schedule_and_keep_the_cause() -> None:
@@ -249,7 +226,8 @@ def test_stages_per_rank_that_were_not_asked_for_are_refused() -> None:
 
     assert penstock.build("deaf", ranks=2, microbatches=2).num_stages == 2
     with pytest.raises(
-        ScheduleError, match=r"deaf made a program of .* 2 stages in .* asked for .* 8 stages"
+        ScheduleError,
+        match=r"deaf made a program of \(2, 2, 2, 1\) ranks, .* asked for \(2, 2, 8, 1\)",
     ):
         penstock.build("deaf", ranks=2, microbatches=2, virtual=4)
 
@@ -258,7 +236,7 @@ def test_stages_per_rank_that_were_not_asked_for_are_refused() -> None:
         return penstock.build("zbv", ranks=ranks, microbatches=microbatches)
 
     with pytest.raises(
-        ScheduleError, match=r" 4 stages in .* 2 stages in .*; virtual= and .*schedule\('two'\)"
+        ScheduleError, match=r"\(2, 2, 4, 1\) .* \(2, 2, 2, 1\); virtual= and arrangement="
     ):
         penstock.build("two", ranks=2, microbatches=2)
 
@@ -268,21 +246,13 @@ def test_two_directions_of_a_model_must_be_declared() -> None:
         return penstock.build("dualpipe", ranks=ranks, microbatches=microbatches)
 
     penstock.schedule("mine")(mine)
-    with pytest.raises(ScheduleError, match=r"in 2 copies .* asked for .* in 1 copy .*BIDIR"):
+    with pytest.raises(ScheduleError, match=r"\(2, 4, 2, 2\) .* asked for \(2, 4, 2, 1\)"):
         penstock.build("mine", ranks=2, microbatches=4)
     penstock.schedule("mine", arrangement=Arrangement.BIDIRECTIONAL)(mine)
     assert penstock.build("mine", ranks=2, microbatches=4).placement.num_directions == 2
     penstock.schedule("mine", arrangement=Arrangement.BIDIRECTIONAL)(one_at_a_time)
-    with pytest.raises(ScheduleError, match=r"in 1 copy of the model, asked for .* in 2 copies"):
+    with pytest.raises(ScheduleError, match=r"\(2, 4, 2, 1\) .* asked for \(2, 4, 2, 2\)"):
         penstock.build("mine", ranks=2, microbatches=4)
-
-
-def test_an_option_can_not_be_named_like_an_argument_of_build() -> None:
-    with pytest.raises(ScheduleError, match="an option can't be called 'name'"):
-
-        @penstock.schedule("mine")
-        def mine(*, ranks: int, microbatches: int, name: str = "x") -> Program:
-            raise NotImplementedError
 
 
 def test_any_even_number_of_stages_per_rank_is_any() -> None:

@@ -7,7 +7,6 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
@@ -37,7 +36,6 @@ DEFAULT_MICROBATCHES = 8
 
 Builder = TypeVar("Builder", bound=Callable[..., Program])
 
-_ENTRY_POINTS = "penstock.schedules"
 _SIZES = ("ranks", "microbatches", "virtual")
 _log = logging.getLogger(__name__)
 
@@ -72,15 +70,15 @@ def family(name: str) -> Family:
     """
     if not isinstance(name, str):
         raise ScheduleError(f"a schedule is asked for by its name, not by {name!r}")
-    key, faults = _normal(name), ""
+    key = _normal(name)
     if key not in _by_name():
-        faults = "".join(f"; {fault}" for fault in _discover())
+        _discover()
     known = _by_name()
     if key not in known:
         near = get_close_matches(key, known, n=1)
         hint = f"did you mean {known[near[0]].name!r}? The" if near else "the"
         names = ", ".join(each.name for each in schedules())
-        raise ScheduleError(f"there is no schedule {name!r}; {hint} schedules are: {names}{faults}")
+        raise ScheduleError(f"there is no schedule {name!r}; {hint} schedules are: {names}")
     return known[key]
 
 
@@ -241,8 +239,8 @@ def schedule(
         A decorator that returns the function unchanged.
 
     Raises:
-        ScheduleError: the name is empty or taken by Penstock, an argument is of a wrong type, or
-            the decorated object is not a function of ``ranks`` and ``microbatches``.
+        ScheduleError: the name is empty or taken by Penstock, or ``virtual`` is not a positive
+            integer.
 
     Examples:
         >>> from penstock.schedule.text import parse_csv
@@ -254,15 +252,15 @@ def schedule(
         '0F0 0B0 0F1 0B1'
         >>> remove("doctest-one-rank")
     """
-    if not isinstance(arrangement, Arrangement | None):
+    is_name = isinstance(name, str) and _normal(name)
+    if not is_name or _by_name().get(_normal(name)) in _own():
         raise ScheduleError(
-            f"schedule {name!r}: arrangement={arrangement!r} must be one of "
-            f"{', '.join(map(str, Arrangement))} (of penstock.schedule.family)"
+            f"a schedule can't be called {name!r}: give a name that Penstock has not taken, as in "
+            "@penstock.schedule('mine')"
         )
-    _refuse_name(name)
 
     def register(builder: Builder) -> Builder:
-        parameters = _parameters(name, builder)
+        parameters = inspect.signature(builder).parameters
         several = parameters.get("virtual")
         default = 1 if several is None else several.default
         default = 2 if default in (None, inspect.Parameter.empty) else default
@@ -279,7 +277,11 @@ def schedule(
             summary=doc.partition("\n")[0].rstrip("."),
             source=source,
             doc=doc,
-            options={key: "" for key in parameters if key not in _SIZES},
+            options={
+                key: ""
+                for key, each in parameters.items()
+                if key not in _SIZES and each.kind is not each.VAR_KEYWORD
+            },
         )
         _ADDED[_normal(name)] = replace(new, builder=_verified(new))
         return builder
@@ -312,51 +314,15 @@ def _by_name() -> dict[str, Family]:
     return {_normal(name): each for each in every for name in (each.name, *each.aliases)}
 
 
-def _refuse_name(name: object) -> None:
-    """Refuse a name that is none, or that a family of Penstock has."""
-    if not (isinstance(name, str) and _normal(name)):
-        raise ScheduleError(
-            f"a schedule can't be called {name!r}; give it a name, as in @penstock.schedule('mine')"
-        )
-    if _by_name().get(_normal(name)) in _own():
-        raise ScheduleError(f"a schedule can't be called {name!r}: Penstock has one already")
-
-
 @cache
-def _discover() -> tuple[str, ...]:
-    """Import the families of installed packages once; returns the errors of failed imports."""
-    faults = []
-    for entry in entry_points(group=_ENTRY_POINTS):
+def _discover() -> None:
+    """Import the families of installed packages, once; the decorator registers them."""
+    for entry in entry_points(group="penstock.schedules"):
         try:
-            found = entry.load()
-            # The decorator may already have registered it.
-            known = (getattr(each.builder, "__wrapped__", None) for each in _ADDED.values())
-            if callable(found) and not any(each is found for each in known):
-                schedule(entry.name)(found)
+            entry.load()
         except Exception as error:
             # A broken package must not disable the other schedules.
             _log.warning("schedule %s of %s: %r", entry.name, entry.value, error)
-            faults.append(f"{entry.name!r} ({entry.value}) can't be loaded: {error!r}")
-    return tuple(faults)
-
-
-def _parameters(name: str, builder: object) -> dict[str, inspect.Parameter]:
-    """The parameters that ``build`` gives by name."""
-    found: dict[str, inspect.Parameter] = {}
-    with suppress(TypeError, ValueError):
-        for each in inspect.signature(builder).parameters.values():  # type: ignore[arg-type]
-            if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
-                found[each.name] = each
-    missing = [each for each in _SIZES[:2] if each not in found]
-    if missing:
-        raise ScheduleError(
-            f"schedule {name!r}: {builder!r} takes no {' and no '.join(missing)}; put "
-            f"@penstock.schedule({name!r}) above a function that takes ranks and microbatches by "
-            "name, and returns a Program"
-        )
-    if "name" in found:
-        raise ScheduleError(f"schedule {name!r}: an option can't be called 'name', as build's own")
-    return found
 
 
 def _verified(family: Family) -> Callable[..., Program]:
@@ -380,19 +346,13 @@ def _verified(family: Family) -> Callable[..., Program]:
         # Without ``virtual``, ranks may hold different numbers of stages.
         if "virtual" not in more and stages % ranks:
             wanted = stages
-        got, requested = (
-            f"{numbers_of(rank=rank, microbatch=microbatch, stage=stage)} in "
-            f"{number_of(copies, 'copy')} of the model"
-            for rank, microbatch, stage, copies in (
-                (made.num_ranks, made.num_whole_microbatches, stages, directions_of(made)),
-                (ranks, microbatches, wanted, family.num_directions),
-            )
-        )
+        got = (made.num_ranks, made.num_whole_microbatches, stages, directions_of(made))
+        requested = (ranks, microbatches, wanted, family.num_directions)
         if got != requested:
             raise ScheduleError(
-                f"{name} made a program of {got}, asked for {requested}; virtual= and arrangement= "
-                f"of @penstock.schedule({name!r}) say what it makes (Arrangement.BIDIRECTIONAL: 2 "
-                "copies)"
+                f"{name} made a program of {got} ranks, microbatches, stages and copies of the "
+                f"model, asked for {requested}; virtual= and arrangement= of @penstock.schedule "
+                "say what it makes"
             )
         return check(replace(made, name=name))
 
