@@ -126,10 +126,10 @@ def test_other_costs_are_given_by_name(penstock: Command) -> None:
 
 def test_edges_have_costs_of_their_own(penstock: Command) -> None:
     output = penstock(
-        "simulate", "1f1b", "--latency", "1-2=5,3-2=1", "--cost", "message-bytes=4",
-        "--cost", "bandwidth=0-1=2", "--json",
+        "simulate", "1f1b", "--latency", "0,5,1,0", "--cost", "message-bytes=4",
+        "--cost", "bandwidth=2,8,8,8", "--json",
     )  # fmt: skip
-    costs = Costs(latency={(1, 2): 5, (2, 3): 1}, message_bytes=4, bandwidth={(0, 1): 2})
+    costs = Costs(latency=[0, 5, 1, 0], message_bytes=4, bandwidth=[2, 8, 8, 8])
     result = simulate(build("1f1b", ranks=4, microbatches=8), costs)
     assert json.loads(output.out)["makespan"] == result.makespan != 33
 
@@ -330,7 +330,7 @@ def test_the_name_of_a_schedule_goes_before_a_file_of_that_name(
         ),
         (["simulate", "1f1b", "--forward", "-1"], "-1.0 is not a finite number ≥ 0"),
         (["simulate", "1f1b", "--forward", "nan"], "nan is not a finite number ≥ 0"),
-        (["simulate", "1f1b", "--forward", "one"], "--forward 'one': expected a number, one"),
+        (["simulate", "1f1b", "--forward", "one"], "--forward 'one': expected a number, or"),
         (["simulate", "1f1b", "--forward", "1,2,3"], "has 3 numbers, but the program has 4"),
         (["simulate", "1f1b", "-O", "group=4"], "1f1b has no option 'group'"),
         (
@@ -340,13 +340,12 @@ def test_the_name_of_a_schedule_goes_before_a_file_of_that_name(
         (["simulate", "interleaved-1f1b", "-O", "group=4.5"], "give a whole number from 4 to 8"),
         (["simulate", "1f1b", "--memory", "nan"], "--memory nan: expected a number ≥ 0"),
         (["compare", "1f1b", "--memory", "-1"], "--memory -1: expected a number ≥ 0"),
-        (["simulate", "1f1b", "--latency", "1-2"], "--latency '1-2': expected a number, one"),
-        (["simulate", "1f1b", "--latency", "1-2=5,3"], "or one per edge as 1-2=5"),
-        (["simulate", "1f1b", "--latency", "1-2=5,1-2=4"], "'1-2=5,1-2=4': an edge is given twice"),
-        (["simulate", "1f1b", "--latency", "1-2=5,2-1=4"], "the edge (1, 2) is given twice"),
-        (["simulate", "1f1b", "--latency", "1-3=5"], "(1, 3) is no edge"),
-        (["simulate", "1f1b", "--latency", "3-4=5"], "the edge (3, 4) joins no neighbours"),
-        (["simulate", "1f1b", "--latency", "1-2=nan"], "nan is not a finite number ≥ 0"),
+        (
+            ["simulate", "1f1b", "--latency", "1-2"],
+            "'1-2': expected a number, or one per",
+        ),
+        (["simulate", "1f1b", "--latency", "1-2=5"], "'1-2=5': expected a number, or one per"),
+        (["simulate", "1f1b", "--latency", "1,nan"], "nan is not a finite number ≥ 0"),
         (["simulate", "1f1b", "--cost", "reload=1", "--cost", "reload=2"], "reload is given twice"),
         (
             ["simulate", "interleaved-1f1b", "-O", "group=4", "-O", "group=8"],

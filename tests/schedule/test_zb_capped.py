@@ -79,8 +79,8 @@ def test_zbv_is_built_for_its_costs(times: tuple[float, ...]) -> None:
     [
         {"latency": 0.5},
         {"latency": [0.1, 0.9, 0.2, 0.3]},
-        {"latency": {(1, 2): 2.0}},
-        {"message_bytes": [1, 4, 2, 1], "bandwidth": 2, "latency": {(0, 1): 0.5}},
+        {"latency": [0, 2.0, 0, 0]},
+        {"message_bytes": [1, 4, 2, 1], "bandwidth": 2, "latency": [0.5, 0, 0, 0]},
     ],
 )
 @pytest.mark.parametrize("name", ["zb-1p", "zb-2p"])

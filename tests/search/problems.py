@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from penstock import Costs
 from penstock.schedule.placement import Placement, looped, wave
 from penstock.search.problem import Objective, SearchProblem
-from tests.simulate.edges import per_edge
 
 __all__ = ["LATE_COSTS", "problem_of", "problems"]
 
@@ -52,9 +51,7 @@ def problems(draw: st.DrawFn) -> SearchProblem:
         forward=draw(times),
         input_grad=draw(times),
         weight_grad=draw(times),
-        latency=draw(
-            st.sampled_from([0.0, 0.5, 3.0]) | per_edge(placement, st.sampled_from([0.5, 2.0]))
-        ),
+        latency=draw(st.sampled_from([0.0, 0.5, 3.0]) | times),
         activation_bytes=before,
         weight_grad_bytes=draw(st.sampled_from([list(map(min, before, behind)), behind])),
     )

@@ -425,13 +425,11 @@ def test_no_schedule_of_the_catalog_is_better_at_any_costs(
                 assert found.value <= result.makespan + 1e-9
 
 
-def test_a_slow_edge_is_searched_around_and_must_be_there() -> None:
-    costs = Costs(latency={(0, 1): 2})
+def test_a_slow_edge_is_searched_around() -> None:
+    costs = Costs(latency=[2, 0])
     found = search(costs, ranks=2, microbatches=3, time_limit_s=1)
     assert found.simulation.trace == simulate(found.program, costs).trace
     assert found.bound <= found.value == found.simulation.makespan
-    with pytest.raises(ScheduleError, match=r"the edge \(4, 5\) joins no neighbours"):
-        search(Costs(latency={(4, 5): 2}), ranks=2, microbatches=3)
 
 
 def test_methods_are_at_work_in_the_order_that_is_documented(

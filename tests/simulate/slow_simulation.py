@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.program import Program
 from penstock.schedule.rules import COVERS, WHOLE_STAGE
-from penstock.simulate.costs import Costs, PerEdge
+from penstock.simulate.costs import Costs
 from tests.readiness import prerequisites
-
-
-def delays(costs: Costs, stages: int) -> dict[tuple[int, int], float]:
-    """The latency from each stage to each other: a table, filled in edge by edge."""
-    pairs = list(product(range(stages), repeat=2))
-    if not isinstance(costs.latency, PerEdge):
-        sent = costs.per_stage("latency", num_stages=stages)
-        return {(one, two): sent[one] for one, two in pairs}
-    table = dict.fromkeys(pairs, 0.0)
-    for (lower, upper), cost in costs.latency.costs:
-        table[lower, upper] = table[upper, lower] = cost
-    return table
 
 
 def slowly(program: Program, costs: Costs) -> dict[Action, float]:
     """The end of each action of a compute-only program: again and again, until nothing moves."""
     stages = program.num_stages
     lengths = {op: costs.of(op, num_stages=stages) for op in Op}
-    latency = delays(costs, stages)
+    latency = costs.per_stage("latency", num_stages=stages)
     ends: dict[Action, float] = {}
     moved = True
     while moved:
@@ -48,7 +34,7 @@ def slowly(program: Program, costs: Costs) -> dict[Action, float]:
                 for part, need in needs:
                     local = program.placement.same_rank(need.stage, part.stage)
                     start = max(
-                        start, ends[need] + (0.0 if local else latency[need.stage, part.stage])
+                        start, ends[need] + (0.0 if local else latency[min(need.stage, part.stage)])
                     )
                 length = sum(lengths[part.op][part.stage] for part in step.parts)
                 if len(step.parts) > 1 and costs.overlap is not None:

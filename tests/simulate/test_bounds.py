@@ -20,7 +20,6 @@ from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulation import simulate
 from tests.programs import computed_programs
-from tests.simulate.edges import per_edge
 
 RELIEF = {Op.RECOMPUTE, Op.OFFLOAD}
 Relief: TypeAlias = Callable[..., Program]
@@ -36,7 +35,7 @@ def costs_for(draw: st.DrawFn, placement: Placement) -> Costs:
         forward=draw(per_stage),
         input_grad=draw(per_stage),
         weight_grad=draw(per_stage),
-        latency=draw(st.just(0.0) | per_stage | per_edge(placement, COST)),
+        latency=draw(st.just(0.0) | per_stage),
         overlap=draw(st.none() | per_stage),
         recompute=draw(st.none() | per_stage),
         offload=draw(st.none() | per_stage),
@@ -44,7 +43,11 @@ def costs_for(draw: st.DrawFn, placement: Placement) -> Costs:
         message_bytes=draw(per_stage),
         transfers_overlap=draw(st.booleans()),
         one_message_at_a_time=draw(st.booleans()),
-        bandwidth=draw(st.none() | st.integers(1, 4) | per_edge(placement, st.integers(1, 4))),
+        bandwidth=draw(
+            st.none()
+            | st.integers(1, 4)
+            | st.lists(st.integers(1, 4), min_size=num_stages, max_size=num_stages)
+        ),
     )
 
 

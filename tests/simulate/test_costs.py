@@ -3,7 +3,7 @@
 import math
 from array import array
 from collections import deque
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ NUMBERS = [field.name for field in fields(Costs) if field.name not in SWITCHES]
     "wrong",
     [
         *(-1, math.nan, math.inf, -math.inf, 10**400, True, "fast", "2", b"2"),
-        *([1, -0.5], [1, None], [math.nan], [True], [[1, 2]], {1, 2}),
+        *([1, -0.5], [1, None], [math.nan], [True], [[1, 2]], {1, 2}, {(0, 1): 1}),
     ],
 )
 def test_invalid_costs_are_refused(name: str, wrong: object) -> None:
@@ -73,7 +73,7 @@ def test_numbers_whose_sums_or_quotients_may_not_be_are_refused(far: float) -> N
     with pytest.raises(ScheduleError, match=r"Costs\(forward=\.\.\.\): .* is out of range; give 0"):
         Costs(forward=[1, far])
     with pytest.raises(ScheduleError, match=r"Costs\(latency=\.\.\.\): .* is out of range"):
-        Costs(latency={(0, 1): far})
+        Costs(latency=far)
 
 
 def test_the_greatest_and_the_least_costs_can_be_simulated() -> None:
@@ -88,59 +88,16 @@ def test_no_cost_at_all_is_refused() -> None:
         Costs(forward=[])
 
 
-def test_a_mapping_per_edge_is_kept_by_value_and_holds_both_ways() -> None:
-    costs = Costs(latency={(2, 1): 5, (0, 1): 1}, bandwidth={(1, 2): 2}, message_bytes=6)
-    assert costs == Costs(
-        latency={(0, 1): 1.0, (1, 2): 5.0}, bandwidth={(2, 1): 2.0}, message_bytes=6
-    )
-    assert hash(costs) == hash(replace(costs))
-    assert costs == replace(costs)
-    assert costs != replace(costs, latency={(1, 2): 5})
-    ways = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
-    latencies = [costs.latency_between(*way, num_stages=4) for way in ways]
-    assert latencies == [1, 1, 5, 5, 0, 0]
-    assert [costs.transfer(*way, num_stages=4) for way in ways] == [0, 0, 3, 3, 0, 0]
-    by_sender = Costs(latency=[1, 2, 3])
-    assert by_sender.latency_between(1, 2, num_stages=3) == 2
-    assert by_sender.latency_between(1, 0, num_stages=3) == 2
-    assert Costs(latency={}).latency_between(0, 1, num_stages=2) == 0
-
-
-@pytest.mark.parametrize("name", ["latency", "bandwidth"])
-@pytest.mark.parametrize(
-    ("edges", "message"),
-    [
-        ({(0, 2): 1}, r"\(0, 2\) is no edge; give two neighbouring stages"),
-        ({(1, 1): 1}, r"\(1, 1\) is no edge"),
-        ({(-1, 0): 1}, r"\(-1, 0\) is no edge"),
-        ({(0, 1, 2): 1}, r"\(0, 1, 2\) is no edge"),
-        ({1: 1}, "1 is no edge"),
-        ({"12": 1}, "'12' is no edge"),
-        ({(0.0, 1.0): 1}, r"\(0.0, 1.0\) is no edge"),
-        ({(0, 1): 1, (1, 0): 1}, r"the edge \(0, 1\) is given twice"),
-        ({(0, 1): -1}, "-1 is not a finite number"),
-        ({(0, 1): math.nan}, "nan is not a finite number"),
-        ({(0, 1): math.inf}, "inf is not a finite number"),
-        ({(0, 1): None}, "None is not a finite number"),
-    ],
-)
-def test_invalid_edge_costs_are_refused(name: str, edges: object, message: str) -> None:
-    with pytest.raises(ScheduleError, match=rf"Costs\({name}=\.\.\.\): {message}"):
-        Costs(**{name: edges})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", [n for n in NUMBERS if n not in ("latency", "bandwidth")])
-def test_other_costs_take_no_edges(name: str) -> None:
-    message = rf"Costs\({name}=\.\.\.\): only latency and bandwidth take edges; give one number"
-    with pytest.raises(ScheduleError, match=message):
-        Costs(**{name: {(0, 1): 1}})  # type: ignore[arg-type]
+def test_costs_of_messages_hold_between_a_stage_and_the_next() -> None:
+    costs = Costs(latency=[1, 5, 9], bandwidth=[3, 2, 1], message_bytes=6)
+    ways = [(0, 1), (1, 0), (1, 2), (2, 1)]
+    assert [costs.latency_between(*way, num_stages=3) for way in ways] == [1, 1, 5, 5]
+    assert [costs.transfer(*way, num_stages=3) for way in ways] == [2, 2, 3, 3]
 
 
 def test_no_edge_takes_a_bandwidth_of_0() -> None:
     with pytest.raises(ScheduleError, match=r"Costs\(bandwidth=.* 0 moves nothing"):
-        Costs(bandwidth={(0, 1): 0})
-    with pytest.raises(ScheduleError, match="given per edge; ask latency_between"):
-        Costs(latency={(0, 1): 1}).per_stage("latency", num_stages=2)
+        Costs(bandwidth=[1, 0])
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -167,28 +124,6 @@ def test_any_cost_for_another_number_of_stages_is_refused(name: str, length: int
         simulate(build("1f1b", ranks=4, microbatches=4), costs)
     with pytest.raises(ScheduleError, match=message):
         lower_bounds(costs, linear(4), microbatches=4)
-
-
-@pytest.mark.parametrize("name", ["latency", "bandwidth"])
-def test_an_edge_between_two_copies_of_the_model_is_refused(name: str) -> None:
-    program = build("dualpipe", ranks=4, microbatches=8)
-    assert program.num_stages == 8
-    message = (
-        rf"Costs\({name}=\.\.\.\): the edge \(3, 4\) joins no neighbours: .* 0 to 7, in 2 copies"
-    )
-    with pytest.raises(ScheduleError, match=message):
-        simulate(program, Costs(**{name: {(3, 4): 1}}))  # type: ignore[arg-type]
-    with pytest.raises(ScheduleError, match=message):
-        lower_bounds(
-            Costs(**{name: {(4, 3): 1}}),  # type: ignore[arg-type]
-            program.placement,
-            microbatches=8,
-        )
-    beyond = r"the edge \(7, 8\) joins no neighbours: the program's stages are 0 to 7"
-    with pytest.raises(ScheduleError, match=beyond):
-        simulate(program, Costs(**{name: {(7, 8): 1}}))  # type: ignore[arg-type]
-    costs = Costs(**{name: {(2, 3): 1, (4, 5): 1}}, message_bytes=1)  # type: ignore[arg-type]
-    assert simulate(program, costs).makespan >= simulate(program).makespan
 
 
 def test_costs_for_another_number_of_stages_are_refused() -> None:

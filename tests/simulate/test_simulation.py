@@ -14,11 +14,9 @@ from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family, schedules
 from penstock.schedule.text import parse_csv
-from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulation import simulate
 from tests.programs import computed_programs
-from tests.simulate.edges import edges_of, per_edge
 from tests.simulate.slow_simulation import slowly
 
 COST = st.integers(0, 9).map(lambda quarters: quarters / 4)
@@ -26,7 +24,7 @@ COST = st.integers(0, 9).map(lambda quarters: quarters / 4)
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Program, Costs]:
-    """A program of any family, and any costs per stage; latencies per edge, too."""
+    """A program of any family, and any costs per stage."""
     name = draw(st.sampled_from([each.name for each in schedules()]))
     ranks, microbatches = family(name).nearest(draw(st.integers(1, 5)), draw(st.integers(1, 9)))
     program = build(
@@ -40,7 +38,7 @@ def cases(draw: st.DrawFn) -> tuple[Program, Costs]:
         forward=draw(per_stage),
         input_grad=draw(per_stage),
         weight_grad=draw(per_stage),
-        latency=draw(per_stage | per_edge(program.placement, COST)),
+        latency=draw(per_stage),
         overlap=draw(st.none() | per_stage),
     )
 
@@ -230,19 +228,17 @@ def test_a_slow_edge_delays_both_directions_and_nothing_else() -> None:
         assert found.pop(2) == 0, "a stage waits for no message from itself"
         return found
 
-    assert gaps(Costs(latency={(1, 2): 5})) == [0, 5, 5, 0]
-    assert gaps(Costs(latency={(1, 0): 5})) == [5, 0, 0, 5]
-    # Per sending stage there is no such thing.
-    assert gaps(Costs(latency=[0, 5, 0])) == [0, 5, 0, 5]
-    slow = Costs(message_bytes=[6, 8, 0], bandwidth={(1, 2): 4})
+    assert gaps(Costs(latency=[0, 5, 9])) == [0, 5, 5, 0]
+    assert gaps(Costs(latency=[5, 0, 9])) == [5, 0, 0, 5]
+    slow = Costs(message_bytes=[0, 8, 0], bandwidth=[1, 4, 1])
     for switches in ({}, {"transfers_overlap": False}, {"one_message_at_a_time": True}):
         assert gaps(replace(slow, **switches)) == [0, 2, 2, 0]
-        assert gaps(replace(slow, latency={(0, 1): 1}, **switches)) == [1, 2, 2, 1]
+        assert gaps(replace(slow, latency=[1, 0, 0], **switches)) == [1, 2, 2, 1]
 
 
 def test_edges_between_stages_of_one_rank_delay_nothing() -> None:
     program = build("zbv", ranks=2, microbatches=3)
-    assert simulate(program, Costs(latency={(1, 2): 5})).trace == simulate(program).trace
+    assert simulate(program, Costs(latency=[0, 5, 0, 0])).trace == simulate(program).trace
 
 
 @settings(deadline=None, max_examples=60)
@@ -251,7 +247,7 @@ def test_edges_as_slow_as_each_other_are_one_number(
     program: Program, data: st.DataObject, overlap: bool, in_turn: bool
 ) -> None:
     latency, bandwidth = data.draw(COST), data.draw(st.sampled_from([0.5, 1.0, 4.0]))
-    edges = edges_of(program.placement)
+    stages = program.num_stages
     one = Costs(
         latency=latency,
         message_bytes=3,
@@ -259,22 +255,9 @@ def test_edges_as_slow_as_each_other_are_one_number(
         transfers_overlap=overlap,
         one_message_at_a_time=in_turn,
     )
-    each = replace(
-        one, latency=dict.fromkeys(edges, latency), bandwidth=dict.fromkeys(edges, bandwidth)
-    )
+    each = replace(one, latency=[latency] * stages, bandwidth=[bandwidth] * stages)
     for every in (program, lower(program)):
         assert simulate(every, each).trace == simulate(every, one).trace
-
-
-@pytest.mark.parametrize("program", [build("gpipe", ranks=n, microbatches=1) for n in (1, 2)])
-@pytest.mark.parametrize("name", ["latency", "bandwidth"])
-def test_edges_to_stages_that_are_not_there_are_refused(program: Program, name: str) -> None:
-    costs = Costs(**{name: {(1, 2): 5}})  # type: ignore[arg-type]
-    last = program.num_stages - 1
-    with pytest.raises(ScheduleError, match=rf"{name}.* edge \(1, 2\) .* stages are 0 to {last}"):
-        simulate(program, costs)
-    with pytest.raises(ScheduleError, match=rf"{name}.* edge \(1, 2\) .* stages are 0 to {last}"):
-        lower_bounds(costs, program.placement, microbatches=1)
 
 
 def test_costs_for_another_number_of_stages_are_refused() -> None:

@@ -27,7 +27,7 @@ from penstock.schedule.family import Family, parse_options
 from penstock.schedule.program import Program
 from penstock.schedule.registry import family, refuse_options, schedules
 from penstock.schedule.text import from_json, load_csv
-from penstock.simulate.costs import Costs, MessageCost, build_for
+from penstock.simulate.costs import Cost, Costs, build_for
 from penstock.simulate.simulation import Simulation, simulate
 from penstock.trace import Trace
 
@@ -55,10 +55,7 @@ _OPTION_TEXT = "An option of the schedule, such as group=4; may be repeated."
 _MEMORY_TEXT = (
     "Memory limit of a rank: in activations, or in bytes with --cost activation_bytes=..."
 )
-_LATENCY_TEXT = (
-    "Time of a message between ranks: one number, one per sending stage, or one per edge as "
-    "1-2=5,2-3=1."
-)
+_LATENCY_TEXT = "Time of a message between ranks: one number, or one per stage, to the next."
 _COST_TEXT = f"Another cost, such as bandwidth=2; repeatable. Names: {', '.join(_OTHER_COSTS)}."
 
 
@@ -166,24 +163,15 @@ def with_options(command: Any, *, omit: Collection[str] = ()) -> Callable[..., N
     return run
 
 
-def _read_cost(flag: str, text: str) -> MessageCost:
-    """Parse one number, one per stage as ``1,2,1``, or one per edge as ``1-2=5,2-3=1``."""
-    parts = text.split(",")
+def _read_cost(flag: str, text: str) -> Cost:
+    """Parse one number, or one per stage as ``1,2,1``."""
     try:
-        if "=" not in text:
-            numbers = list(map(float, parts))
-            return numbers[0] if len(numbers) == 1 else numbers
-        edges: dict[Any, float] = {}
-        for part in parts:
-            stages, cost = part.split("=")
-            edges[tuple(map(int, stages.split("-")))] = float(cost)
-    except (ValueError, TypeError) as error:
+        numbers = list(map(float, text.split(",")))
+    except ValueError as error:
         raise ScheduleError(
-            f"{flag} {text!r}: expected a number, one per stage as 1,2,1, or one per edge as 1-2=5"
+            f"{flag} {text!r}: expected a number, or one per stage as 1,2,1"
         ) from error
-    if len(edges) < len(parts):
-        raise ScheduleError(f"{flag} {text!r}: an edge is given twice; give it once")
-    return edges
+    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _flag(name: str) -> str:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from operator import index
 from typing import Any, TypeAlias
 
 from penstock.errors import ScheduleError
@@ -20,27 +19,14 @@ from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family
 from penstock.schedule.wording import number_of
 
-__all__ = ["Cost", "Costs", "MessageCost", "PerEdge", "as_number", "build_for", "costs_divisor"]
-__all__ += ["per_stage_costs"]
+__all__ = ["Cost", "Costs", "as_number", "build_for", "costs_divisor", "per_stage_costs"]
 
 Cost: TypeAlias = float | Sequence[float]
 """One number for all stages, or a sequence with one number per stage."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PerEdge:
-    """A cost per pair of neighbouring stages, lower stage first, sorted; for both directions."""
+_Stored: TypeAlias = float | tuple[float, ...]
 
-    costs: tuple[tuple[tuple[int, int], float], ...]
-
-
-MessageCost: TypeAlias = Cost | Mapping[tuple[int, int], float] | PerEdge
-"""A cost by sending stage, or a mapping from pairs of neighbouring stages, equal in both
-directions."""
-
-_Stored: TypeAlias = float | tuple[float, ...] | PerEdge
-
-_PER_EDGE = ("latency", "bandwidth")
 _SWITCHES = ("transfers_overlap", "one_message_at_a_time")
 # The costs that the stages of a rank share; the second only if activations are sized.
 _SHARED = ("forward", "input_grad", "weight_grad", "overlap", "recompute", "offload", "reload")
@@ -66,8 +52,8 @@ class Costs:
         input_grad: an input-gradient backward I.
         weight_grad: a weight-gradient backward W. A full backward B takes I's and W's time.
         latency: from the end of an action to the arrival of its result on another rank, beside the
-            compute; per sending stage, or per edge: ``{(1, 2): 5.0}`` is 5 between the neighbouring
-            stages 1 and 2, both ways, and 0 between others.
+            compute. Of one number per stage, each holds between the stage and the next one, both
+            ways, and the last stage's value is ignored.
         overlap: an overlapped pair of a forward and a backward, by the stage of its first action;
             None for the sum of both times.
         recompute: a second forward, ahead of the backward; None for the cost of ``forward``.
@@ -75,9 +61,8 @@ class Costs:
         reload: the copy back to the device; None as for ``offload``.
         message_bytes: the size of a stage's message to the next stage, per microbatch, and of the
             gradient sent back. The last stage's value is ignored.
-        bandwidth: bytes per unit of time between two ranks, per sending stage or per edge like
-            ``latency`` (other edges have no limit). A message takes its bytes ÷ bandwidth, then the
-            latency. None for the latency alone.
+        bandwidth: bytes per unit of time between two ranks, given as ``latency``. A message takes
+            its bytes ÷ bandwidth, then the latency. None for the latency alone.
         activation_bytes: held by a stage for a microbatch from the start of F to the end of I, or
             of B; None to count activations instead of bytes, 1 each.
         weight_grad_bytes: held from the end of I to the end of W, less or more than
@@ -90,17 +75,16 @@ class Costs:
 
     UNSHARD, RESHARD and REDUCE_GRAD cost nothing: what replicas gather and reduce is not simulated.
     A cost is one number for all stages, or a sequence with one number per stage. Costs are stored
-    as floats, tuples of floats and ``PerEdge``, so that they are hashable and compare by value.
+    as floats and tuples of floats, so that they are hashable and compare by value.
 
     Raises:
         ScheduleError: a cost that is negative, infinite, beyond 1e100, not a number, or an empty
-            sequence; a bandwidth of 0; an edge between stages that are not neighbours, a repeated
-            edge, or an edge for a cost that does not concern messages.
+            sequence; a bandwidth of 0.
 
     Examples:
         >>> Costs(input_grad=[1, 2], weight_grad=0.5).of(Op.FULL_BACKWARD, num_stages=2)
         (1.5, 2.5)
-        >>> slow = Costs(latency={(1, 2): 5})
+        >>> slow = Costs(latency=[0, 5, 0])
         >>> [slow.latency_between(*edge, num_stages=3) for edge in ((0, 1), (1, 2), (2, 1))]
         [0.0, 5.0, 5.0]
     """
@@ -108,13 +92,13 @@ class Costs:
     forward: Cost = 1.0
     input_grad: Cost = 1.0
     weight_grad: Cost = 1.0
-    latency: MessageCost = 0.0
+    latency: Cost = 0.0
     overlap: Cost | None = None
     recompute: Cost | None = None
     offload: Cost | None = None
     reload: Cost | None = None
     message_bytes: Cost = 0.0
-    bandwidth: MessageCost | None = None
+    bandwidth: Cost | None = None
     activation_bytes: Cost | None = None
     weight_grad_bytes: Cost | None = None
     recompute_bytes: Cost = 0.0
@@ -152,15 +136,16 @@ class Costs:
 
     def latency_between(self, stage: int, to_stage: int, *, num_stages: int) -> float:
         """The latency of a message from a stage to a neighbour on another rank."""
-        return self._between("latency", stage, to_stage, num_stages, others=0.0)
+        return self.per_stage("latency", num_stages=num_stages)[min(stage, to_stage)]
 
     def transfer(self, stage: int, to_stage: int, *, num_stages: int) -> float:
         """The transfer time of a message to a neighbour on another rank, without latency."""
         if self.bandwidth is None:
             return 0.0
         # The gradient that a stage receives is as large as the activation it sent.
-        size = self.per_stage("message_bytes", num_stages=num_stages)[min(stage, to_stage)]
-        return size / self._between("bandwidth", stage, to_stage, num_stages, others=math.inf)
+        lower = min(stage, to_stage)
+        size = self.per_stage("message_bytes", num_stages=num_stages)[lower]
+        return size / self.per_stage("bandwidth", num_stages=num_stages)[lower]
 
     def travel(self, stage: int, to_stage: int, placement: Placement) -> float:
         """The time that a result travels from a stage to a neighbour; 0 on the same rank."""
@@ -168,15 +153,6 @@ class Costs:
             return 0.0
         latency = self.latency_between(stage, to_stage, num_stages=placement.num_stages)
         return latency + self.transfer(stage, to_stage, num_stages=placement.num_stages)
-
-    def _between(
-        self, name: str, stage: int, to_stage: int, num_stages: int, *, others: float
-    ) -> float:
-        cost = self._fitting(name, num_stages)
-        if isinstance(cost, PerEdge):
-            edge = (min(stage, to_stage), max(stage, to_stage))
-            return dict(cost.costs).get(edge, others)
-        return cost[stage] if isinstance(cost, tuple) else cost
 
     def held(self, *, num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Each stage's memory per microbatch: up to the end of I, and from there to that of W."""
@@ -188,44 +164,31 @@ class Costs:
         return before, self.per_stage("weight_grad_bytes", num_stages=num_stages)
 
     def per_stage(self, name: str, *, num_stages: int) -> tuple[float, ...]:
-        """The cost of a field that is neither None nor per edge, as one number per stage.
+        """The cost of a field that is not None, as one number per stage.
 
         Raises:
-            ScheduleError: the cost was given for another number of stages, or per edge.
+            ScheduleError: the cost was given for another number of stages.
         """
-        value = self._fitting(name, num_stages)
-        if isinstance(value, PerEdge):
-            raise _wrong(name, " is given per edge; ask latency_between or transfer")
-        return value if isinstance(value, tuple) else (value,) * num_stages
-
-    def refuse_misfits(self, placement: Placement) -> None:
-        """Refuse costs that do not fit a placement, even if no program uses them.
-
-        Raises:
-            ScheduleError: a cost for another number of stages, or for an edge that does not exist.
-        """
-        stages = placement.num_stages
-        for field in fields(self):
-            if field.name in _SWITCHES or getattr(self, field.name) is None:
-                continue
-            value = self._fitting(field.name, stages)
-            for edge, _ in value.costs if isinstance(value, PerEdge) else ():
-                if edge[1] >= stages or placement.neighbour(edge[0], +1) != edge[1]:
-                    raise _wrong(
-                        field.name,
-                        f": the edge {edge} joins no neighbours: the program's stages are 0 to "
-                        f"{stages - 1}, in {number_of(placement.num_directions, 'copy')}",
-                    )
-
-    def _fitting(self, name: str, num_stages: int) -> _Stored:
         value: _Stored = getattr(self, name)
-        if isinstance(value, tuple) and len(value) != num_stages:
+        if isinstance(value, float):
+            return (value,) * num_stages
+        if len(value) != num_stages:
             raise _wrong(
                 name,
                 f" has {number_of(len(value), 'number')}, but the program has "
                 f"{number_of(num_stages, 'stage')}; give one number for all stages, or one each",
             )
         return value
+
+    def refuse_misfits(self, placement: Placement) -> None:
+        """Refuse costs that do not fit a placement, even if no program uses them.
+
+        Raises:
+            ScheduleError: a cost for another number of stages.
+        """
+        for field in fields(self):
+            if field.name not in _SWITCHES and getattr(self, field.name) is not None:
+                self.per_stage(field.name, num_stages=placement.num_stages)
 
 
 def build_for(costs: Costs, name: str, /, *, per_rank: bool = False, **options: Any) -> Program:
@@ -241,14 +204,13 @@ def build_for(costs: Costs, name: str, /, *, per_rank: bool = False, **options: 
     if per_rank and chosen.costs:
         costs = per_stage_costs(costs, options.get("virtual") or chosen.default_virtual)
     wanted = {each: getattr(costs, each) for each in chosen.costs}
-    if "latency" in wanted and (costs.bandwidth is not None or isinstance(costs.latency, PerEdge)):
+    if "latency" in wanted and costs.bandwidth is not None:
         stages = options["ranks"] * chosen.default_virtual
-        wanted["latency"] = {
-            (one, two): costs.latency_between(one, two, num_stages=stages)
-            + costs.transfer(one, two, num_stages=stages)
-            for low in range(stages - 1)
-            for one, two in ((low, low + 1), (low + 1, low))
-        }
+        wanted["latency"] = [
+            costs.latency_between(stage, stage + 1, num_stages=stages)
+            + costs.transfer(stage, stage + 1, num_stages=stages)
+            for stage in range(stages)
+        ]
     return build(name, **{**wanted, **options})
 
 
@@ -291,13 +253,7 @@ def _wrong(name: str, text: str) -> ScheduleError:
 
 def _normal(name: str, given: object) -> _Stored:
     """A cost as it is stored."""
-    if isinstance(given, PerEdge):
-        given = dict(given.costs)
-    if isinstance(given, Mapping):
-        if name not in _PER_EDGE:
-            raise _wrong(name, ": only latency and bandwidth take edges; give one number per stage")
-        return _per_edge(name, given)
-    if isinstance(given, Collection) and not isinstance(given, (str, bytes, Set)):
+    if isinstance(given, Collection) and not isinstance(given, (str, bytes, Set, Mapping)):
         # An array without dimensions is a number.
         with suppress(TypeError):
             given = tuple(given)
@@ -306,22 +262,6 @@ def _normal(name: str, given: object) -> _Stored:
     if not given:
         raise _wrong(name, " is empty; give at least one number")
     return tuple(_number(name, each) for each in given)
-
-
-def _per_edge(name: str, given: Mapping[tuple[int, int], float]) -> PerEdge:
-    costs: dict[tuple[int, int], float] = {}
-    for key, cost in given.items():
-        try:
-            low, high = sorted(map(index, key))
-        except (TypeError, ValueError):
-            low = high = -1
-        if low < 0 or high - low != 1:
-            raise _wrong(name, f": {key!r} is no edge; give two neighbouring stages, as (1, 2)")
-        if (low, high) in costs:
-            edge = (low, high)
-            raise _wrong(name, f": the edge {edge} is given twice; one number holds both ways")
-        costs[low, high] = _number(name, cost)
-    return PerEdge(costs=tuple(sorted(costs.items())))
 
 
 def _number(name: str, given: object) -> float:

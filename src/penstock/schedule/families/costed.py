@@ -6,7 +6,7 @@ alone; ``penstock.search`` takes more time, and finds more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import TypeAlias
 
@@ -15,13 +15,10 @@ from penstock.schedule.list_schedule import PerStage, kind_needs, list_schedule
 from penstock.schedule.placement import Placement
 from penstock.schedule.workload import Order, Workload, schedule_by_priority
 
-__all__ = ["StageCost", "CostedStep", "Latency"]
+__all__ = ["StageCost", "CostedStep"]
 
 StageCost: TypeAlias = float | Sequence[float]
 """One number for all stages, or one per stage."""
-
-Latency: TypeAlias = StageCost | Mapping[tuple[int, int], float]
-"""A number, one per sending stage, or one for each pair of a stage and the stage it sends to."""
 
 _NEAR = 1e-9
 
@@ -35,7 +32,8 @@ class CostedStep:
         microbatches: microbatches per step.
         limit: the most activations that a rank may hold.
         forward, input_grad, weight_grad: the cost of each kind of action.
-        latency: the travel time of a result to another rank.
+        latency: the travel time of a result to another rank; one per stage holds between it and
+            the next.
         full: True for full backwards, without weight gradients.
 
     Attributes:
@@ -56,7 +54,7 @@ class CostedStep:
         forward: StageCost = 1.0,
         input_grad: StageCost = 1.0,
         weight_grad: StageCost = 1.0,
-        latency: Latency = 0.0,
+        latency: StageCost = 0.0,
         full: bool = False,
     ) -> None:
         self._placement, self._limit, self._full = placement, limit, full
@@ -171,13 +169,7 @@ def _per_stage(name: str, kind: str, given: StageCost, stages: int) -> PerStage:
     return tuple(map(float, numbers))
 
 
-def _delay(name: str, latency: Latency, placement: Placement) -> Callable[[int, int], float]:
+def _delay(name: str, latency: StageCost, placement: Placement) -> Callable[[int, int], float]:
     """The travel time from one stage to a neighbour; 0 on the same rank."""
-    if isinstance(latency, Mapping):
-        numbers = _per_stage(name, "latency", [*latency.values()], len(latency))
-        pairs = dict(zip(latency, numbers, strict=True))
-        return lambda stage, to: (
-            0.0 if placement.same_rank(stage, to) else pairs.get((stage, to), 0.0)
-        )
-    sent = _per_stage(name, "latency", latency, placement.num_stages)
-    return lambda stage, to: 0.0 if placement.same_rank(stage, to) else sent[stage]
+    edges = _per_stage(name, "latency", latency, placement.num_stages)
+    return lambda stage, to: 0.0 if placement.same_rank(stage, to) else edges[min(stage, to)]

@@ -62,7 +62,7 @@ _COSTS = {
     "forward": "what a forward costs: a number, or one per stage",
     "input_grad": "what an input gradient costs: a number, or one per stage",
     "weight_grad": "what a weight gradient costs: a number, or one per stage",
-    "latency": "how long a result travels to another rank: a number, or one per sending stage",
+    "latency": "how long a result travels to another rank: a number, or one per stage, to the next",
 }
 _EVEN = range(2, maxsize, 2)
 

@@ -28,7 +28,7 @@ from itertools import product
 from typing import Any
 
 from penstock.schedule.families.common import alternate, program_of
-from penstock.schedule.families.costed import CostedStep, Latency, StageCost
+from penstock.schedule.families.costed import CostedStep, StageCost
 from penstock.schedule.families.zero_bubble import zb_h1, zb_h2
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
@@ -44,12 +44,12 @@ _PATIENCE = ((0.0, 0.0), (0.3, 0.1), (0.0, 0.3), (0.0, 0.6))
 _WEIGHT_SHARE = 0.4
 
 
-def zb_1p(*, ranks: int, microbatches: int, **costs: StageCost | Latency) -> Program:
+def zb_1p(*, ranks: int, microbatches: int, **costs: StageCost) -> Program:
     """Zero bubble built for given costs, in the memory of P activations."""
     return _best("zb-1p", ranks, microbatches, ranks, (1.0,), **costs)
 
 
-def zb_2p(*, ranks: int, microbatches: int, **costs: StageCost | Latency) -> Program:
+def zb_2p(*, ranks: int, microbatches: int, **costs: StageCost) -> Program:
     """Zero bubble built for given costs, in the memory of 2P activations."""
     return _best("zb-2p", ranks, microbatches, 2 * ranks, (1.0, _WEIGHT_SHARE), **costs)
 
