@@ -1,4 +1,4 @@
-"""Runs an example as its users do: with torchrun, or alone, which is done in this process."""
+"""Runs an example as its users do: alone, which is done in this process, or a process per rank."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.utils.distributed import get_free_port
+
+from penstock.testing.processes import fork_server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -17,14 +21,21 @@ RunExample = Callable[..., str]
 
 
 @pytest.fixture
-def run_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunExample:
-    """``run_example("gpt.py", num_processes=2, STEPS="3")`` returns what the script prints."""
+def run_example(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> RunExample:
+    """``run_example("gpt.py", num_processes=2, STEPS="3")`` returns what the script prints.
+
+    Processes have the environment that torchrun gives them, and with ``torchrun=True`` are started
+    by it, which takes several times as long.
+    """
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
     def run(
         script: str,
         num_processes: int | None = None,
         arguments: Sequence[str] = (),
+        torchrun: bool = False,
         **environment: str,
     ) -> str:
         path = str(EXAMPLES / script)
@@ -35,6 +46,8 @@ def run_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
                 patch.setattr(sys, "argv", [path, *arguments])
                 runpy.run_path(path, run_name="__main__")
             return capsys.readouterr().out
+        if not torchrun:
+            return _in_processes(path, num_processes, environment, tmp_path / "output")
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -49,3 +62,38 @@ def run_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         return done.stdout
 
     return run
+
+
+def _in_processes(path: str, num: int, environment: Mapping[str, str], output: Path) -> str:
+    """What all ranks print, in order of ranks."""
+    context = fork_server()
+    shared = {
+        **environment,
+        "WORLD_SIZE": str(num),
+        "LOCAL_WORLD_SIZE": str(num),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(get_free_port()),  # type: ignore[no-untyped-call]
+    }
+    ranks = []
+    for rank in range(num):
+        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(context.Process(target=_as_rank, args=(path, own, f"{output} {rank}")))
+        ranks[-1].start()
+    deadline = time.monotonic() + 200
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
+        process.join()
+    printed = "".join(Path(f"{output} {rank}").read_text() for rank in range(num))
+    assert [process.exitcode for process in ranks] == [0] * num, printed
+    return printed
+
+
+def _as_rank(path: str, environment: Mapping[str, str], output: str) -> None:
+    os.environ.update(environment)
+    sys.argv = [path]
+    sys.path.insert(0, str(EXAMPLES))
+    with open(output, "w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    runpy.run_path(path, run_name="__main__")

@@ -24,7 +24,7 @@ LOSSES = "loss 7.8283 to 6.9968 in 6 steps"
 
 
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
-@pytest.mark.parametrize("num_processes", [None, 2], ids=["python", "torchrun"])
+@pytest.mark.parametrize("num_processes", [None, 2], ids=["alone", "processes"])
 def test_one_node(num_processes: int | None, run_example: RunExample) -> None:
     assert LOSSES in run_example("cluster/train.py", num_processes, STEPS="6")
 

@@ -21,7 +21,7 @@ def test_a_sharded_pipeline_has_the_losses_of_the_plain_loop(run_example: RunExa
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("num_processes", [None, 2], ids=["python", "torchrun"])
+@pytest.mark.parametrize("num_processes", [None, 2], ids=["alone", "processes"])
 def test_hugging_face(num_processes: int | None, tmp_path: Path, run_example: RunExample) -> None:
     out = run_example("huggingface.py", num_processes, STEPS="6", OUT=str(tmp_path))
     losses = [float(found) for found in re.findall(r"step +\d+ +loss ([\d.]+)", out)]
@@ -32,7 +32,7 @@ def test_hugging_face(num_processes: int | None, tmp_path: Path, run_example: Ru
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*no accelerator")
-@pytest.mark.parametrize("num_processes", [None, 2], ids=["python", "torchrun"])
+@pytest.mark.parametrize("num_processes", [None, 2], ids=["alone", "processes"])
 def test_hugging_faces_trainer(
     num_processes: int | None, tmp_path: Path, run_example: RunExample
 ) -> None:

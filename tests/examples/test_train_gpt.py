@@ -82,7 +82,7 @@ def test_the_demo_checks_first_what_it_can_train(run_example: RunExample) -> Non
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_process_per_rank(tmp_path: Path, run_example: RunExample) -> None:
-    output = run_example("train_gpt.py", 2, STEPS="3", OUT=str(tmp_path))
+    output = run_example("train_gpt.py", 2, torchrun=True, STEPS="3", OUT=str(tmp_path))
     expect_agreement(output)
     assert "1f1b: 2 ranks, 8 microbatches" in output
     for rank in range(2):

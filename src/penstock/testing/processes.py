@@ -32,7 +32,8 @@ __all__ = ["Outcome", "run_ranks"]
 
 Work = Callable[..., Any]
 
-# DistributedDataParallel and torch.export import torch's compiler, which takes seconds.
+# DistributedDataParallel and torch.export import torch's compiler, which takes seconds, and models
+# of transformers take as long. What is not installed is left out.
 _IMPORTED = (
     "penstock.assembly",
     "penstock.partition.export.capture",
@@ -41,7 +42,9 @@ _IMPORTED = (
     "penstock.training.checkpoint",
     COMPILER,
     "torch.distributed.fsdp",
-    "torch.export",
+    "torch.export._trace",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
 )
 _ENDING_S = 20.0  # the time that a process which has reported waits for the others, and to end
 
@@ -87,10 +90,7 @@ def run_ranks(work: Work, num_ranks: int, *args: Any, timeout_s: float = 60) -> 
     Returns:
         The outcomes, by rank.
     """
-    # A server that has imported once what is slow to import, and runs no thread: each rank is a
-    # cheap fork of it.
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED))
+    context = fork_server()
     port = get_free_port()  # type: ignore[no-untyped-call]
     processes, connections = [], []
     for rank in range(num_ranks):
@@ -105,6 +105,16 @@ def run_ranks(work: Work, num_ranks: int, *args: Any, timeout_s: float = 60) -> 
     for connection in connections:
         connection.close()  # by which a rank knows that all have ended
     return [_outcome(*each) for each in zip(processes, reports, strict=True)]
+
+
+def fork_server() -> Any:
+    """The context of processes that are cheap to start.
+
+    They are forks of a server that has imported once what is slow to import, and runs no thread.
+    """
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_IMPORTED))
+    return context
 
 
 def _report(connection: Any, deadline: float) -> bytes | None:
