@@ -118,6 +118,15 @@ def run_step(
     schedule.step(*x_here, target=target, **options)
 
 
+def num_reductions(profiler: torch.profiler.profile) -> int:
+    """The all-reduces of a profiled step, as which gloo runs reduce-scatters, too.
+
+    Counted in what was recorded: ``profiler.events()`` takes several times as long as the step.
+    """
+    recorded: Any = profiler.profiler
+    return sum(event.name() == "gloo:all_reduce" for event in recorded.kineto_results.events())
+
+
 def run_eval(schedule: Any, pipeline: DeviceMesh, replicas: DeviceMesh) -> None:
     x, _ = batch(0, replicas.get_local_rank())
     schedule.eval(*((x,) if pipeline.get_local_rank() == 0 else ()))

@@ -44,6 +44,7 @@ from tests.distributed.replicas import (
     make_layers,
     make_meshes,
     make_schedule,
+    num_reductions,
     run_eval,
     run_step,
     whole,
@@ -60,10 +61,9 @@ def count_reductions(rank: int, num_ranks: int) -> dict[str, list[int]]:
         for step in range(2):
             with torch.profiler.profile() as profiler:
                 run_step(schedule, step, pipeline, replicas)
-            # Over gloo a reduce-scatter is an all-reduce, too. One more is that of the losses.
-            found = [e.name for e in profiler.events() if e.name == "gloo:all_reduce"]
-            counts.setdefault(f"{name} {wrap}", []).append((len(found) - 1) // len(modules))
-            assert (len(found) - 1) % len(modules) == 0
+            found = num_reductions(profiler) - 1  # one is that of the losses
+            counts.setdefault(f"{name} {wrap}", []).append(found // len(modules))
+            assert found % len(modules) == 0
     return counts
 
 
@@ -252,8 +252,7 @@ def finalize_last(rank: int, num_ranks: int) -> dict[str, tuple[list[Tensor], li
         for step in range(3):
             with torch.profiler.profile() as profiler:
                 run_step(schedule, step, pipeline, replicas, finalize_gradients=step == 2)
-            reduced = [e for e in profiler.events() if e.name == "gloo:all_reduce"]
-            counts.append(len(reduced) - 1)  # one sums the losses
+            counts.append(num_reductions(profiler) - 1)  # one sums the losses
             run_eval(schedule, pipeline, replicas)
         params = [p for module in modules for p in module.parameters()]
         found[f"{name} {wrap}"] = [whole(p.grad) for p in params], counts
