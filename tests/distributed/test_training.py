@@ -27,7 +27,8 @@ def results(work: Any, ranks: int, *args: Any) -> list[Any]:
 
 
 # All play in one process in tests/runtime; over real ones, two ranks play all, and other numbers
-# of ranks those that differ in how stages lie and in what is sent when.
+# of ranks those that differ in how stages lie and in what is sent when. There, too, all models are
+# trained with all schedules; here those with buffers and states over two ranks.
 TELLING = (
     "gpipe",
     "1f1b",
@@ -62,8 +63,8 @@ def plans(ranks: int) -> list[Plan]:
             for j, mbs in enumerate((ranks - 1 or 3, ranks + 1)):
                 made.append(Plan("mlp", schedule, virtual, mbs, (i + j) % 2 == 0))
         made.append(Plan("gpt", schedule, each.default_virtual, 3, False))
-        made.append(Plan("convnet", schedule, each.default_virtual, 4, True))
-        if ranks == 2:
+        if ranks == 2 and schedule in TELLING:
+            made.append(Plan("convnet", schedule, each.default_virtual, 4, True))
             made.append(Plan("lstm", schedule, each.default_virtual, 2, True))
     for virtual in (1, 2, 3):
         made.append(Plan("mlp", "forward-only", virtual, 3, virtual == 2))
@@ -85,7 +86,7 @@ def trained(ranks: int) -> dict[Plan, list[str]]:
 )
 def test_schedules_run_as_one_device_does(ranks: int, schedule: str) -> None:
     played = {plan: told for plan, told in trained(ranks).items() if plan.schedule == schedule}
-    assert len(played) >= 4
+    assert len(played) >= 3
     for plan, told in played.items():
         for rank, wrong in enumerate(told):
             assert not wrong, f"{plan}, rank {rank}: {wrong}"
