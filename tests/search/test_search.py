@@ -76,6 +76,7 @@ def test_proven_optima_are_found_and_never_beaten(
         memory_limit=limit,
         objective=objective,
         placements=[placement],
+        time_limit_s=2,
     )
     assert_sound(found)
     assert found.value == best
@@ -104,7 +105,9 @@ TIGHT = [
 def test_tight_memory_costs_no_more_than_a_percent(
     costs: Costs, placement: Any, limit: int, best: float
 ) -> None:
-    found = search(costs, ranks=4, microbatches=8, memory_limit=limit, placements=[placement])
+    found = search(
+        costs, ranks=4, microbatches=8, memory_limit=limit, placements=[placement], time_limit_s=5
+    )
     assert_sound(found, costs)
     assert found.value <= 1.01 * best
 
