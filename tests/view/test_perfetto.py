@@ -65,28 +65,6 @@ def test_computation_and_messages_have_separate_lanes() -> None:
     assert {str(s.action): int(s.action.op not in COMPUTE) for s in trace.spans} == by_lane
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "virtual", "microbatches", "messages"),
-    [
-        ("1f1b", 3, 1, 4, 2 * 4 * (3 - 1)),
-        ("interleaved-1f1b", 2, 2, 4, 2 * 4 * (4 - 1)),
-        ("zbv", 3, 2, 4, 2 * 4 * 2 * (3 - 1)),
-        ("gpipe", 1, 1, 4, 0),
-    ],
-)
-def test_an_arrow_per_message(
-    name: str, ranks: int, virtual: int, microbatches: int, messages: int
-) -> None:
-    program = build(name, ranks=ranks, microbatches=microbatches, virtual=virtual)
-    trace = simulate(program).trace
-    starts, ends = events_of(trace, "s"), events_of(trace, "f")
-    assert len(starts) == len(ends) == messages
-    for start, end in zip(starts, ends, strict=True):
-        assert start["id"] == end["id"]
-        assert start["pid"] != end["pid"]
-        assert start["ts"] < end["ts"]
-
-
 def test_saved_as_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "new" / "trace.json"
     save_perfetto(one_span("s"), path)

@@ -1,7 +1,7 @@
 """A trace as Chrome's trace-event JSON, which https://ui.perfetto.dev opens.
 
 Every rank is a process with two threads: one for computations, one for messages, sharding and
-copies. Arrows lead from an action to the action on another rank that uses its result.
+copies.
 
 Source of the format: the "Trace Event Format" document of the Chromium project.
 """
@@ -19,7 +19,6 @@ from penstock.errors import ScheduleError
 from penstock.schedule.action import Overlap
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import parse_action, parse_step
-from penstock.simulate.critical_path import needed_by, producers
 from penstock.trace import Span, Trace
 from penstock.view.palette import LOOKS
 
@@ -51,7 +50,7 @@ def to_perfetto(trace: Trace) -> str:
     if trace.unit not in _SCALE:
         raise ScheduleError(f"the trace's unit is {trace.unit!r}, expected one of 's', '1'")
     header = {"schedule": trace.name, "ranks": trace.num_ranks, "unit": trace.unit}
-    events = [*_lane_names(trace), *_complete_events(trace), *_arrows(trace)]
+    events = [*_lane_names(trace), *_complete_events(trace)]
     return json.dumps({"displayTimeUnit": "ms", "otherData": header, "traceEvents": events})
 
 
@@ -141,25 +140,3 @@ def _complete_events(trace: Trace) -> Iterator[_Event]:
             "ph": "X", "name": str(act), "cat": LOOKS[act.op].name, "pid": span.rank,
             "tid": lane, "ts": span.start * scale, "dur": length * scale, "args": args,
         }  # fmt: skip
-
-
-def _arrows(trace: Trace) -> Iterator[_Event]:
-    """A pair of flow events for each result that crosses ranks."""
-    scale, made = _SCALE[trace.unit], producers(trace.spans)
-    crossing = (
-        (needed, made[needed], span)
-        for span in trace.spans
-        for needed in (needed_by(span.action) if span.action.op in COMPUTE else ())
-        if needed in made and made[needed].rank != span.rank
-    )
-    for number, (needed, maker, user) in enumerate(crossing):
-        arrow = {
-            "cat": "message",
-            "name": LOOKS[needed.op].name,
-            "id": number,
-            "tid": _COMPUTE_LANE,
-        }
-        # A flow event binds to the enclosing slice, so it starts within the producer's.
-        left = (maker.start + maker.end) / 2
-        yield {**arrow, "ph": "s", "pid": maker.rank, "ts": left * scale}
-        yield {**arrow, "ph": "f", "bp": "e", "pid": user.rank, "ts": user.start * scale}
