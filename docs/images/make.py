@@ -23,7 +23,7 @@ from penstock.testing.processes import run_ranks
 from penstock.view.page import save_page
 from penstock.view.perfetto import from_perfetto, to_perfetto
 from penstock.view.picture import draw
-from penstock.view.terminal import legend, timeline
+from penstock.view.terminal import timeline
 
 HERE = Path(__file__).parent
 RANKS, MICROBATCHES = 4, 8
@@ -55,11 +55,10 @@ def terminal(browser: Browser) -> None:
     console = Console(
         file=io.StringIO(), record=True, width=96, force_terminal=True, color_system="truecolor"
     )
-    result = simulate(build("zb-h1", ranks=6, microbatches=10))
-    command = "$ penstock simulate zb-h1 --ranks 6 --microbatches 10"
+    result = simulate(build("zb-h1", ranks=6, microbatches=8))
+    command = "$ penstock simulate zb-h1 --ranks 6 --microbatches 8"
     console.print(f"[bold]{command}[/]\n", highlight=False)
     console.print(timeline(result.trace, width=96), end="")
-    console.print(legend(result.trace))
     console.print(f"\n{figures_text(result)}\n{peaks_text(result)}", highlight=False)
     with page_of(browser, width=1200, height=400) as page:
         page.set_content(f"<body style='margin:0'>{console.export_svg(title='penstock')}</body>")
@@ -115,10 +114,8 @@ def pages(browser: Browser) -> None:
             page.screenshot(path=HERE / "page-64.png")
         trace = from_perfetto(run_ranks(measured_step, RANKS)[0].result())
         program = program_of(trace)
-        save_page(
-            trace, path, beside=simulate(program, costs_of(trace, RANKS)), title="1f1b, one step"
-        )
-        with page_of(browser, width=1280, height=1010) as page:
+        save_page(trace, path, beside=simulate(program, costs_of(trace, RANKS)))
+        with page_of(browser, width=1280, height=900) as page:
             show(page, path.as_uri())
             point(page, 200, 1.3)
             page.screenshot(path=HERE / "beside.png")

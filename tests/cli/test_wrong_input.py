@@ -100,7 +100,6 @@ FILES = {
     "nan.json": a_trace(dur=float("nan")),
     "negative.json": a_trace(dur=-5),
     "args.json": a_trace(args=5),
-    "half.json": a_trace(name="0B0"),
     "no-block.json": a_trace(args={"block": 7}),
     "no-events.json": json.dumps({"otherData": HEADER, "traceEvents": []}).encode(),
     "ranks.json": json.dumps(

@@ -116,12 +116,11 @@ def test_parts_of_a_block_that_ran_at_one_time_share_the_lane() -> None:
         Span(rank=0, action=backward, start=1, end=4),
     )
     block = Overlap(parts=(forward, backward))
-    drawn = arrange(
-        Trace(name="x", num_ranks=1, unit="s", spans=spans, overlapped_pairs=(block,))
-    ).boxes
-    assert drawn["foot"][0] == drawn["top"][1]
-    assert drawn["foot_alone"][0] == drawn["top_alone"][1]
-    assert drawn["top"][0] < drawn["foot"][0] < drawn["foot"][1]
+    trace = Trace(name="x", num_ranks=1, unit="s", spans=spans, overlapped_pairs=(block,))
+    for memory, foot in ((True, 0.62), (False, 0.92)):
+        drawn = arrange(trace, memory=memory).boxes
+        assert drawn["foot"][0] == drawn["top"][1]
+        assert drawn["top"][0] < drawn["foot"][0] < drawn["foot"][1] == pytest.approx(foot)
 
 
 def test_copies_lie_above_computations() -> None:

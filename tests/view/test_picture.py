@@ -12,7 +12,7 @@ from penstock import Costs, PenstockError, build, simulate
 from penstock.schedule.action import Op
 from penstock.schedule.passes import recompute
 from penstock.trace import Trace
-from penstock.view.palette import FRAME, LOOKS, STAGE_SHADES, shade
+from penstock.view.palette import FRAME, LOOKS, shade
 from penstock.view.picture import draw
 
 
@@ -40,7 +40,7 @@ def test_boxes_labels_and_lanes_are_those_of_the_trace(tmp_path: Path) -> None:
     assert "1f1b, 4 ranks: makespan 33, bubble 27.3%" in words(svg)
     assert {"forward", "backward", "idle"} <= set(words(svg))
     assert "weight gradient" not in words(svg)
-    assert STAGE_SHADES not in words(svg)
+    assert "a rank's first, last stage" not in words(svg)
 
 
 def test_stages_of_one_rank_differ_in_shade(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_stages_of_one_rank_differ_in_shade(tmp_path: Path) -> None:
     for op in (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD):
         assert boxes(svg, shade(LOOKS[op].colour, 0, 2)) == 4 * 8
         assert boxes(svg, shade(LOOKS[op].colour, 1, 2)) == 4 * 8
-    assert STAGE_SHADES in words(svg)
+    assert "a rank's first, last stage" in words(svg)
     legend = svg.partition('id="legend_1"')[2]
     assert all(shade(LOOKS[Op.FORWARD].colour, step, 2) in legend for step in (0, 1))
 

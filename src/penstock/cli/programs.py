@@ -88,7 +88,7 @@ def simulate(
     settings: Settings,
     json: Annotated[bool, option("Print the figures alone, as JSON.", "--json")] = False,
 ) -> None:
-    """Simulate a step: its timeline in colour, its bubble, its peak memory."""
+    """Simulate a step: its timeline, its bubble, its peak memory."""
     result = settings.simulate(load_program(schedule, settings))
     if json:
         typer.echo(out.figures_json(result))
@@ -99,17 +99,16 @@ def simulate(
 
 
 def _print_timeline(result: Simulation) -> None:
-    from penstock.view.terminal import legend, timeline
+    from penstock.view.terminal import timeline
 
     program, console = result.program, out.console()
-    coloured = console.color_system is not None
-    shaded = console.color_system in ("256", "truecolor")
     chunks = f" of {program.num_splits} chunks" if program.num_splits > 1 else ""
     console.print(f"[bold]{program.name}[/], {sizes_text(program)}{chunks}\n")
-    drawn = timeline(result.trace, width=console.width, colour=coloured, shaded=shaded)
+    drawn = timeline(result.trace, width=console.width)
+    if console.color_system not in ("256", "truecolor"):
+        # The nearest of 16 colours would hide some of the text.
+        drawn.spans.clear()
     console.print(drawn, end="")
-    if coloured:
-        console.print(legend(result.trace, shaded=shaded))
     console.print(f"\n{out.figures_text(result)}", soft_wrap=True)
     console.print(out.peaks_text(result), soft_wrap=True)
 

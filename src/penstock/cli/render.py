@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -29,9 +28,8 @@ def render(
     *,
     settings: Settings,
     output: Annotated[Path, option(f"The file: {_KINDS}.", "--output", "-o")],
-    alone: Annotated[bool, option("Draw only the measured step.", "--alone")] = False,
 ) -> None:
-    """Draw a step. A measured step is drawn beside the simulation of its program.
+    """Draw a step. The page of a measured step has the simulation of its program below.
 
     Ranks that hold more than --memory are listed.
     """
@@ -42,10 +40,8 @@ def render(
         if not any(span.action.op in COMPUTE for span in step.spans):
             raise ScheduleError(f"{source}: a trace without a computation: nothing to draw")
         settings.refuse_for(source, has_run=True)
-        beside = step.unit == "s" and not alone
-        if beside or settings.memory is not None:
-            simulated = _simulated(step, source)
-        write_drawing(step, output, simulated if beside else None)
+        simulated = _simulated(step, source)
+        write_drawing(step, output, simulated if step.unit == "s" else None)
     else:
         simulated = settings.simulate(check(step))
         write_drawing(simulated, output)
@@ -54,8 +50,9 @@ def render(
         out.warn(out.over_limit(simulated.peak_bytes, settings.memory))
 
 
-def _simulated(measured: Trace, source: str) -> Simulation:
-    """Simulate the program of a measured step with its measured costs."""
+def _simulated(measured: Trace, source: str) -> Simulation | None:
+    """Simulate the program of a measured step with its measured costs; warns and returns None if
+    the trace is not of a whole step."""
     from penstock.simulate.measured import costs_of, program_of
 
     try:
@@ -63,10 +60,8 @@ def _simulated(measured: Trace, source: str) -> Simulation:
         return simulate(program, costs_of(measured, program.num_stages))
     except ScheduleError as error:
         why = " ".join(str(error).split())
-        raise ScheduleError(
-            f"{source}: not a whole step, which can't be simulated ({why}); --alone, without "
-            "--memory, draws it"
-        ) from error
+        out.warn(f"{source}: not a whole step, so it is not simulated ({why})")
+        return None
 
 
 def refuse_suffix(output: Path, kinds: str) -> None:
@@ -76,7 +71,8 @@ def refuse_suffix(output: Path, kinds: str) -> None:
 
 
 def write_drawing(step: Trace | Simulation, output: Path, beside: Simulation | None = None) -> None:
-    """Write a page, a picture or a Perfetto file, by the file's suffix."""
+    """Write a page, a picture or a Perfetto file, by the file's suffix; a page has ``beside`` below
+    the step."""
     # These imports are slow, and each file type needs only one.
     trace = step if isinstance(step, Trace) else step.trace
     if output.suffix.lower() == ".html":
@@ -88,14 +84,9 @@ def write_drawing(step: Trace | Simulation, output: Path, beside: Simulation | N
 
         save_perfetto(trace, output)
     else:
-        from penstock.view.picture import draw, title_of
+        from penstock.view.picture import draw
 
-        if beside is None:
-            draw(trace, output)
-        else:
-            named = {"measured": trace, "simulated": replace(beside.trace, unit=trace.unit)}
-            titles = [f"{name}: {title_of(each)}" for name, each in named.items()]
-            draw(list(named.values()), output, titles=titles)
+        draw(trace, output)
 
 
 def playground(

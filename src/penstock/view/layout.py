@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from penstock.schedule.action import Op, Overlap
 from penstock.schedule.rules import COMPUTE, TRANSFERS
@@ -27,9 +27,11 @@ from penstock.simulate.critical_path import causes_of
 from penstock.simulate.memory import Curve, StageMemory, memory_curves
 from penstock.simulate.simulation import Simulation
 from penstock.trace import Span, Trace
-from penstock.view.palette import LOOKS, amount, ink, shades
+from penstock.view.palette import FRAME, LOOKS, amount, ink, shade, shades
 
-__all__ = ["Columns", "Drawable", "Drawing", "arrange", "drawn", "ops_drawn", "trace_of"]
+__all__ = [
+    "Columns", "Drawable", "Drawing", "LegendEntry", "arrange", "drawn", "legend", "trace_of",
+]  # fmt: skip
 
 Drawable: TypeAlias = Trace | Simulation
 """One step, measured or simulated."""
@@ -46,10 +48,10 @@ _SMALL = 0.001
 # Opacity of boxes off the critical path, while the path is shown.
 _PALE = 0.3
 
-_FRAME_COLUMNS = ("left", "right", "top", "foot", "top_alone", "foot_alone")
+_FRAME_COLUMNS = ("left", "right", "top", "foot")
 _BOX_COLUMNS = (
     *_FRAME_COLUMNS, "lasts", "fill", "ink", "label", "rank", "action", "kind", "stage",
-    "microbatch", "waited", "block", "beside", "alpha",
+    "microbatch", "waited", "block", "alpha",
 )  # fmt: skip
 
 
@@ -84,26 +86,49 @@ def drawn(trace: Trace) -> list[Span]:
     ]
 
 
-def ops_drawn(traces: Sequence[Trace]) -> list[Op]:
-    """The ops shown in a drawing of these traces."""
+class LegendEntry(NamedTuple):
+    """An entry of a legend: its text, the colours of its box from left to right, the colour of the
+    box's border, and the letter in it."""
+
+    name: str
+    fills: tuple[str, ...]
+    edge: str | None = None
+    letter: str = ""
+
+
+def legend(traces: Sequence[Trace]) -> list[LegendEntry]:
+    """The legend of a drawing of these traces."""
     used = {span.action.op for trace in traces for span in drawn(trace)}
-    return [op for op in Op if op in used]
+    entries = [
+        LegendEntry(
+            LOOKS[op].name, (LOOKS[op].colour,), letter=op.value[0] if op in COMPUTE else ""
+        )
+        for op in Op
+        if op in used
+    ]
+    entries.append(LegendEntry("idle", ("#ffffff",), edge="#b9c3cd"))
+    stages = {(i, s.rank, s.action.stage) for i, trace in enumerate(traces) for s in trace.spans}
+    if len(stages) > len({place[:2] for place in stages}):
+        ends = shade(LOOKS[Op.FORWARD].colour, 0, 2), shade(LOOKS[Op.FORWARD].colour, 1, 2)
+        entries.append(LegendEntry("a rank's first, last stage", ends))
+    if any(trace.overlapped_pairs for trace in traces):
+        entries.append(LegendEntry("run as one block", ("#ffffff",), edge=FRAME))
+    return entries
 
 
-def arrange(
-    step: Drawable, *, unit: str | None = None, differences: dict[str, str] | None = None
-) -> Drawing:
+def arrange(step: Drawable, *, unit: str | None = None, memory: bool = True) -> Drawing:
     """Lay out a step, from its first computation on.
 
     A simulation's memory is in the unit of its costs, a trace's in activations. Times are in
-    ``unit``, by default the trace's, and seconds are drawn as milliseconds; ``differences`` gives
-    an additional line of the tooltip, by action in text form.
+    ``unit``, by default the trace's, and seconds are drawn as milliseconds. Without ``memory``,
+    boxes take the height of its outline too.
     """
     trace = trace_of(step)
     spans, unit = drawn(trace), unit or trace.unit
     origin = min((s.start for s in trace.spans if s.action.op in COMPUTE), default=0.0)
     top = _TOP if all(s.action.op in COMPUTE for s in spans) else _TOP_BELOW_STRIPS
-    axes = _Axes(origin=origin, scale=1e3 if unit == "s" else 1.0, top=top)
+    foot = _FOOT if memory else _FOOT_ALONE
+    axes = _Axes(origin=origin, scale=1e3 if unit == "s" else 1.0, top=top, foot=foot)
     if isinstance(step, Trace):
         causes, curves = causes_of(step), _activations(step)
         path = causes.critical_path()
@@ -118,8 +143,8 @@ def arrange(
         if span.action in pair_of:
             pairs[span.rank, pair_of[span.action]].append(span)
     end = axes.x(max((s.end for s in spans), default=origin))
-    boxes = _boxes(trace, spans, axes, causes.cause, path, pairs.values(), differences or {})
-    middle = (axes.top + _FOOT) / 2
+    boxes = _boxes(trace, spans, axes, causes.cause, path, pairs.values())
+    middle = (axes.top + axes.foot) / 2
     # All columns have equal length, so the last box of the path has a line to itself.
     lines = {
         "xs": [[axes.x(a.end), axes.x(b.start)] for a, b in pairwise(path)] + [[]] * bool(path),
@@ -142,20 +167,19 @@ class _Axes:
 
     origin: float  # the time of the trace at x = 0
     scale: float  # length of one unit of the trace's time
-    top: float  # top of boxes in their lane
+    top: float  # top and bottom of boxes in their lane
+    foot: float
 
     def x(self, time: float) -> float:
         return (time - self.origin) * self.scale
 
-    def y(self, rank: int, op: Op, part: int = 0, parts: int = 1) -> tuple[float, ...]:
-        """Top and bottom with the memory shown, and without, of one of the ``parts`` that share
-        the height."""
+    def y(self, rank: int, op: Op, part: int = 0, parts: int = 1) -> tuple[float, float]:
+        """Top and bottom of one of the ``parts`` that share the height."""
         if op not in COMPUTE:
             top, foot = _RELOADS if op is Op.RELOAD else _OFFLOADS
-            return (rank + top, rank + foot) * 2
-        top = rank + self.top
-        heights = (_FOOT - self.top) / parts, (_FOOT_ALONE - self.top) / parts
-        return tuple(top + share * height for height in heights for share in (part, part + 1))
+            return rank + top, rank + foot
+        height = (self.foot - self.top) / parts
+        return rank + self.top + part * height, rank + self.top + (part + 1) * height
 
     def frame(self, spans: Sequence[Span]) -> tuple[float, ...]:
         """A frame around spans of one rank."""
@@ -177,7 +201,6 @@ def _boxes(
     cause_of: Callable[[Span], Span | None],
     path: Iterable[Span],
     pairs: Iterable[Sequence[Span]],
-    differences: dict[str, str],
 ) -> Iterator[tuple[Any, ...]]:
     """One row of ``_BOX_COLUMNS`` per span."""
     # Spans are told apart by identity: to hash thousands of them by value would take longer than
@@ -213,8 +236,7 @@ def _boxes(
             block = f"one block with {others}" if others else ""
         yield (
             left, right, *height, right - left, fill, text_colour, label, rank, name, kind,
-            act.stage, number, waited, block, differences.get(name, ""),
-            1.0 if id(span) in on_path else _PALE,
+            act.stage, number, waited, block, 1.0 if id(span) in on_path else _PALE,
         )  # fmt: skip
 
 

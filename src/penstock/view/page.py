@@ -1,7 +1,7 @@
 """A timeline as one HTML file that needs no network: zoom, hover, memory, critical path.
 
-A measured step can be drawn above a simulated one on the same time axis, with a table of the
-differences, action by action. The playground shares the HTML parts; they escape external text.
+A measured step can be drawn above a simulated one on the same time axis. The playground shares the
+HTML parts; they escape external text.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from typing import Any
 from bokeh.embed import file_html
 from bokeh.resources import INLINE
 
-from penstock.schedule.rules import COMPUTE
 from penstock.schedule.wording import numbers_of
-from penstock.simulate.measured import Difference, compare_traces
 from penstock.simulate.memory import exceeds
 from penstock.simulate.simulation import Simulation
 from penstock.trace import Trace
 from penstock.view import palette
-from penstock.view.layout import Drawable, arrange, ops_drawn, trace_of
-from penstock.view.palette import LOOKS, amount, time_text
+from penstock.view.layout import Drawable, LegendEntry, arrange, legend, trace_of
+from penstock.view.palette import amount, time_text
 from penstock.view.timeline import STRETCHED, Timeline, bk
 
 __all__ = [
-    "div", "figures_html", "figures_of", "heading_html", "legend_html", "page_look", "save_page",
-    "toggle_row",
+    "div", "figures_html", "figures_of", "heading_html", "legend_html", "legend_row", "page_look",
+    "save_page",
 ]  # fmt: skip
+
+# The steps of a page with two.
+_NAMES = "measured", "simulated"
 
 _PAGE_CSS = f"""
   html, body {{ margin: 0; background: #f6f8fa; font-family: {palette.FONT}; color: #1c2733; }}
@@ -61,12 +62,7 @@ td i { display: inline-block; height: 11px; border-radius: 2px; }
 
 
 def save_page(
-    shown: Drawable,
-    path: str | PathLike[str],
-    *,
-    beside: Drawable | None = None,
-    names: tuple[str, str] = ("measured", "simulated"),
-    title: str | None = None,
+    shown: Drawable, path: str | PathLike[str], *, beside: Drawable | None = None
 ) -> None:
     """Write a page; its folder is created if needed.
 
@@ -74,9 +70,8 @@ def save_page(
         shown: the step to draw. A simulation's memory is in the unit of its costs, a trace's memory
             in activations.
         path: the file, usually ``*.html``.
-        beside: a second step, drawn below on the same time axis, in the unit of the first.
-        names: names of the two steps.
-        title: title of the page; the schedule's name if None.
+        beside: the simulation of a measured step, drawn below it on the same time axis, in the unit
+            of the measured step.
 
     Examples:
         >>> from tempfile import TemporaryDirectory
@@ -89,16 +84,12 @@ def save_page(
     """
     steps = [shown] if beside is None else [shown, beside]
     traces = [trace_of(step) for step in steps]
-    first, unit = traces[0], traces[0].unit
-    title = first.name if title is None else title
-    rows = () if beside is None else compare_traces(*traces)
-    rows = tuple(row for row in rows if row.action.op in COMPUTE)
-    texts = {str(row.action): _tooltip(row, names, unit) for row in rows}
+    first = traces[0]
     timelines = [Timeline()]
     if beside is not None:
         timelines.append(Timeline(name="beside", x_range=timelines[0].x_range))
-    drawings = [arrange(step, unit=unit, differences=texts) for step in steps]
-    for timeline, drawing, name in zip(timelines, drawings, names, strict=False):
+    drawings = [arrange(step, unit=first.unit) for step in steps]
+    for timeline, drawing, name in zip(timelines, drawings, _NAMES, strict=False):
         timeline.show(drawing, title=name if beside else "")
     timelines[0].set_end(max(drawing.end for drawing in drawings))
     actions = [span.action for span in first.spans]
@@ -108,67 +99,23 @@ def save_page(
         microbatch=len({act.microbatch for act in actions} - {None}),
     )
     parts = [
-        div(heading_html(title, sizes)),
-        div(figures_html(figures_of(steps, names))),
-        toggle_row(timelines, div(legend_html(traces))),
+        div(heading_html(first.name, sizes)),
+        div(figures_html(figures_of(steps))),
+        legend_row(timelines, div(legend_html(traces))),
         *(timeline.plot for timeline in timelines),
-        *([] if beside is None else [_differences_table(rows, names, unit)]),
     ]
     content = bk.Column(*parts, spacing=12, stylesheets=[page_look()], **STRETCHED)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(file_html(content, resources=INLINE, title=title), encoding="utf-8")
+    target.write_text(file_html(content, resources=INLINE, title=first.name), encoding="utf-8")
 
 
-def _tooltip(row: Difference, names: tuple[str, str], unit: str) -> str:
-    later, longer = (
-        f"{'+' if value >= 0 else '−'}{time_text(abs(value), unit)}"
-        for value in (row.later, row.longer)
-    )
-    return f"{names[0]} − {names[1]}: starts {later}, lasts {longer}"
-
-
-_SIGNED = """<span style="color:<%= value > 0 ? '#b3261e' : '#1b7a3d' %>;float:right">
-<%= (value > 0 ? '+' : '') + value.toFixed(3) %></span>"""
-
-
-def _differences_table(rows: Sequence[Difference], names: tuple[str, str], unit: str) -> Any:
-    """A sortable table of the differences of actions between two steps."""
-    scale, suffix = (1e3, ", ms") if unit == "s" else (1.0, "")
-    text, count = bk.StringFormatter(), bk.NumberFormatter(text_align="right")
-    number = bk.NumberFormatter(format="0,0.000", text_align="right")
-    signed = bk.HTMLTemplateFormatter(template=_SIGNED)
-    columns: list[tuple[str, str, Any, list[Any]]] = [
-        ("action", "action", text, [str(row.action) for row in rows]),
-        ("kind", "kind", text, [LOOKS[row.action.op].name for row in rows]),
-        ("rank", "rank", count, [row.rank for row in rows]),
-    ]
-    ran, planned = [row.measured for row in rows], [row.simulated for row in rows]
-    for field, title, formatter, times in (
-        ("start", f"start {names[0]}", number, [span.start for span in ran]),
-        ("start_other", f"start {names[1]}", number, [span.start for span in planned]),
-        ("later", "later by", signed, [row.later for row in rows]),
-        ("lasts", f"lasts {names[0]}", number, [span.end - span.start for span in ran]),
-        ("lasts_other", f"lasts {names[1]}", number, [s.end - s.start for s in planned]),
-        ("longer", "longer by", signed, [row.longer for row in rows]),
-    ):
-        columns.append((field, title + suffix, formatter, [time * scale for time in times]))
-    return bk.DataTable(
-        source=bk.ColumnDataSource({field: values for field, _, _, values in columns}),
-        columns=[bk.TableColumn(field=f, title=t, formatter=look) for f, t, look, _ in columns],
-        index_position=None, reorderable=False, height=340, name="differences", **STRETCHED,
-    )  # fmt: skip
-
-
-def toggle_row(timelines: Sequence[Timeline], legend: Any) -> Any:
-    """Buttons that show the critical path and the memory in these plots, beside the legend."""
+def legend_row(timelines: Sequence[Timeline], legend: Any) -> Any:
+    """A button that shows the critical path in these plots, beside the legend."""
     path = bk.Toggle(label="critical path", name="toggle path", width=112, stylesheets=[_CSS])
-    memory = bk.Toggle(label="memory", name="toggle memory", width=84, stylesheets=[_CSS])
-    memory.active = True
     for timeline in timelines:
         path.js_on_change("active", timeline.show_path)
-        memory.js_on_change("active", timeline.show_memory)
-    return bk.Row(path, memory, legend, **STRETCHED)
+    return bk.Row(path, legend, **STRETCHED)
 
 
 def div(html: str = "", **options: Any) -> Any:
@@ -196,13 +143,11 @@ def figures_html(figures: Sequence[tuple[str, str]]) -> str:
     return f'<div class="figures">{"".join(cards)}</div>'
 
 
-def figures_of(
-    steps: Sequence[Drawable], names: tuple[str, str] = ("", ""), *, limit: float | None = None
-) -> list[tuple[str, str]]:
-    """The figures of a step, or of two named steps in the unit of the first; ``limit`` is the
-    memory limit of a rank, None for none."""
+def figures_of(steps: Sequence[Drawable], *, limit: float | None = None) -> list[tuple[str, str]]:
+    """The figures of a step, or of a measured and a simulated step in the unit of the first;
+    ``limit`` is the memory limit of a rank, None for none."""
     first, unit = steps[0], trace_of(steps[0]).unit
-    of = f", {names[0]} | {names[1]}" if len(steps) > 1 else ""
+    of = f", {' | '.join(_NAMES)}" if len(steps) > 1 else ""
     texts = {
         "makespan": [time_text(step.makespan, unit) for step in steps],
         "bubble": [f"{step.bubble_ratio:.2%}" for step in steps],
@@ -218,24 +163,15 @@ def figures_of(
         figures.append(("messages", str(first.messages)))
     if len(steps) > 1 and steps[1].makespan:
         ratio = steps[0].makespan / steps[1].makespan
-        figures.append((f"{names[0]} ÷ {names[1]}", f"{ratio:.3f}"))
+        figures.append((" ÷ ".join(_NAMES), f"{ratio:.3f}"))
     return figures
 
 
 def legend_html(traces: Sequence[Trace]) -> str:
     """The legend of the colours used in a drawing of these traces."""
-    chips = []
-    for op in ops_drawn(traces):
-        look = f"background:{LOOKS[op].colour};color:{palette.ink(LOOKS[op].colour)}"
-        chips.append((LOOKS[op].name, look, op.value[0] if op in COMPUTE else ""))
-    chips.append(("idle", "background:#fff;border:1px solid #b9c3cd", ""))
-    if ends := palette.stage_shades(traces):
-        look = "background:linear-gradient(90deg,{} 50%,{} 50%)".format(*ends)
-        chips.append((palette.STAGE_SHADES, look, ""))
-    if any(trace.overlapped_pairs for trace in traces):
-        chips.append(("run as one block", f"background:#fff;border:2px solid {palette.FRAME}", ""))
-    chips.append(("memory held", "background:#e6c68b", ""))
-    shown = (
-        f'<span><i style="{look}">{letter}</i>{escape(name)}</span>' for name, look, letter in chips
-    )
-    return f'<div class="legend">{"".join(shown)}</div>'
+    chips = ""
+    for name, fills, edge, letter in [*legend(traces), LegendEntry("memory held", ("#e6c68b",))]:
+        look = f"background:linear-gradient(90deg,{fills[0]} 50%,{fills[-1]} 50%)"
+        look += f";color:{palette.ink(fills[0])}" + (f";border:1.5px solid {edge}" if edge else "")
+        chips += f'<span><i style="{look}">{letter}</i>{escape(name)}</span>'
+    return f'<div class="legend">{chips}</div>'

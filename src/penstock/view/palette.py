@@ -6,7 +6,6 @@ forwards blue, backwards green-blue, weight gradients green, idle time white.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from penstock.schedule.action import Op
@@ -15,9 +14,8 @@ from penstock.schedule.wording import numbers_of
 from penstock.trace import Trace
 
 __all__ = [
-    "FONT", "FRAME", "LOOKS", "Look", "SAME_MODEL", "SAME_STAGES", "STAGE_SHADES", "amount",
-    "ink", "shade",
-    "shades", "sizes_text", "stage_shades", "time_text",
+    "FONT", "FRAME", "LOOKS", "Look", "SAME_MODEL", "SAME_STAGES", "amount", "ink", "shade",
+    "shades", "sizes_text", "time_text",
 ]  # fmt: skip
 
 FRAME = "#1c2733"
@@ -35,22 +33,20 @@ SAME_STAGES = "The same costs for every stage: a rank with V stages does V times
 
 
 class Look(NamedTuple):
-    """The name of an op in words, its colour, and its background and text colour on terminals with
-    16 colours, where the ANSI colours nearest to ``colour`` would coincide for several ops."""
+    """The name of an op in words, and its colour."""
 
     name: str
     colour: str = "#c9b28f"
-    ansi: tuple[str, str] = ("yellow", "black")
 
 
 LOOKS: dict[Op, Look] = {
-    Op.FORWARD: Look("forward", "#4f86d9", ("blue", "bright_white")),
-    Op.FULL_BACKWARD: Look("backward", "#1f9c8d", ("cyan", "black")),
-    Op.INPUT_GRAD: Look("input gradient", "#6cc9d8", ("bright_cyan", "black")),
-    Op.WEIGHT_GRAD: Look("weight gradient", "#6bb35a", ("green", "black")),
-    Op.RECOMPUTE: Look("recompute", "#8f9bb3", ("white", "black")),
-    Op.OFFLOAD: Look("offload to the host", "#8e6bbf", ("magenta", "bright_white")),
-    Op.RELOAD: Look("reload from the host", "#d98ac0", ("bright_magenta", "black")),
+    Op.FORWARD: Look("forward", "#4f86d9"),
+    Op.FULL_BACKWARD: Look("backward", "#1f9c8d"),
+    Op.INPUT_GRAD: Look("input gradient", "#6cc9d8"),
+    Op.WEIGHT_GRAD: Look("weight gradient", "#6bb35a"),
+    Op.RECOMPUTE: Look("recompute", "#8f9bb3"),
+    Op.OFFLOAD: Look("offload to the host", "#8e6bbf"),
+    Op.RELOAD: Look("reload from the host", "#d98ac0"),
     Op.SEND_F: Look("send activations"),
     Op.RECV_F: Look("receive activations"),
     Op.SEND_B: Look("send gradients"),
@@ -93,19 +89,6 @@ def shades(trace: Trace) -> dict[tuple[int, Op, int], str]:
         (rank, op, stage): shade(LOOKS[op].colour, stages[rank].index(stage), len(stages[rank]))
         for rank, op, stage in used
     }
-
-
-STAGE_SHADES = "a rank's first, last stage"
-"""The meaning of dark and light in a legend."""
-
-
-def stage_shades(traces: Iterable[Trace]) -> tuple[str, str] | None:
-    """The darkest and the lightest shade, for a legend; None if no rank has several stages."""
-    stages = {(i, s.rank, s.action.stage) for i, trace in enumerate(traces) for s in trace.spans}
-    if len(stages) == len({place[:2] for place in stages}):
-        return None
-    colour = LOOKS[Op.FORWARD].colour
-    return shade(colour, 0, 2), shade(colour, 1, 2)
 
 
 def ink(colour: str) -> str:

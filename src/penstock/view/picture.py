@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from penstock.errors import PenstockError
 from penstock.schedule.wording import number_of
 from penstock.trace import Trace
-from penstock.view.layout import Columns, Drawing, arrange, ops_drawn
-from penstock.view.palette import FRAME, LOOKS, STAGE_SHADES, stage_shades, time_text
+from penstock.view.layout import Columns, Drawing, arrange, legend
+from penstock.view.palette import FRAME, time_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,7 +80,7 @@ def draw(
         raise PenstockError(
             "pictures need Matplotlib, which is not installed: pip install 'penstock[view]'"
         ) from error
-    drawings = [arrange(trace) for trace in shown]
+    drawings = [arrange(trace, memory=False) for trace in shown]
     end = max(drawing.end for drawing in drawings) or 1.0
     top = height = _FOOT_HEIGHT + sum(t.num_ranks * _LANE_HEIGHT + _TITLE_HEIGHT for t in shown)
     figure = Figure(figsize=(width, height))
@@ -147,13 +147,13 @@ def _draw_lanes(axes: Axes, drawing: Drawing, inches: float) -> None:
 
 
 def _corners(columns: Columns) -> list[_Corners]:
-    sides = zip(*(columns[n] for n in ("left", "right", "top_alone", "foot_alone")), strict=True)
+    sides = zip(*(columns[name] for name in ("left", "right", "top", "foot")), strict=True)
     return [((le, to), (ri, to), (ri, fo), (le, fo)) for le, ri, to, fo in sides]
 
 
 def _draw_labels(axes: Axes, boxes: Columns, inches: float) -> None:
     """Label boxes with their microbatch if it fits, and with their op if most boxes have room."""
-    names = ("left", "right", "top_alone", "foot_alone", "label", "ink")
+    names = ("left", "right", "top", "foot", "label", "ink")
     rows = [row for row in zip(*(boxes[name] for name in names), strict=True) if row[4]]
 
     def fits(left: float, right: float, text: str) -> bool:
@@ -173,13 +173,9 @@ def _draw_legend(figure: Figure, traces: Sequence[Trace]) -> None:
     from matplotlib.patches import Patch
 
     entries: dict[str, Any] = {
-        LOOKS[op].name: (Patch(facecolor=LOOKS[op].colour),) for op in ops_drawn(traces)
+        each.name: tuple(Patch(facecolor=fill, edgecolor=each.edge) for fill in each.fills)
+        for each in legend(traces)
     }
-    entries["idle"] = (Patch(facecolor="white", edgecolor="#bbbbbb"),)
-    if ends := stage_shades(traces):
-        entries[STAGE_SHADES] = tuple(Patch(facecolor=end) for end in ends)
-    if any(trace.overlapped_pairs for trace in traces):
-        entries["run as one block"] = (Patch(facecolor="white", edgecolor=FRAME),)
     figure.legend(
         list(entries.values()), list(entries), loc="lower right", ncols=len(entries), fontsize=8,
         frameon=False, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},

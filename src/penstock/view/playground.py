@@ -78,7 +78,7 @@ class Playground:
         )  # fmt: skip
         view = bk.Column(
             self.heading, self.figures, self.comparison, self.error,
-            page.toggle_row([self.timeline], self.legend), self.timeline.plot, spacing=10,
+            page.legend_row([self.timeline], self.legend), self.timeline.plot, spacing=10,
             **STRETCHED,
         )  # fmt: skip
         look = page.page_look()

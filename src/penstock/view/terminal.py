@@ -1,4 +1,4 @@
-"""A timeline as coloured text for Rich, from the cells of ``penstock.view.text``."""
+"""The text timeline in colour, for terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -9,57 +9,38 @@ from rich.style import Style
 from rich.text import Text
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Op
 from penstock.schedule.program import Program
-from penstock.schedule.rules import COMPUTE, HOST_TRANSFERS
 from penstock.simulate.simulation import simulate
 from penstock.trace import Trace
-from penstock.view.layout import drawn
-from penstock.view.palette import LOOKS, ink, shades
-from penstock.view.text import grid, to_text
+from penstock.view.palette import ink, shades
+from penstock.view.text import grid
 
-__all__ = ["html_of", "legend", "timeline"]
+__all__ = ["html_of", "timeline"]
 
 _HTML_WIDTH = 140
 _HTML = '<pre style="font-family: monospace; line-height: 1.4">{code}</pre>'
+_IDLE = Style(dim=True)
 
 
-def timeline(trace: Trace, *, width: int, colour: bool = True, shaded: bool = True) -> Text:
-    """The timeline: one line per rank, followed by its offloads and reloads.
+def timeline(trace: Trace, *, width: int) -> Text:
+    """The lines of ``penstock.view.text.to_text``, each cell in the colour of its op and stage.
 
     Args:
         trace: measured or simulated.
-        width: longest line allowed, at least 20.
-        colour: True if the terminal has colours; if False, the text equals ``to_text``'s.
-        shaded: True if the terminal has more than 16 colours, for one shade per stage of a rank.
+        width: longest line allowed, in characters, at least 20.
     """
-    if not colour:
-        return Text(to_text(trace, width=width), end="", no_wrap=True)
-    styles = _styles(trace, shaded=shaded)
+    styles = {
+        place: Style(color=ink(shade), bgcolor=shade) for place, shade in shades(trace).items()
+    }
     drawing = Text(end="", no_wrap=True)
-    for head, lane in grid(trace, width=width, brief=True):
-        drawing.append(head)
+    for head, lane in grid(trace, width=width):
+        line = Text(head)
         for span, text in lane:
-            style = None if span is None else styles[span.rank, span.action.op, span.action.stage]
-            drawing.append(text, style)
-        drawing.append("\n")
+            style = _IDLE if span is None else styles[span.rank, span.action.op, span.action.stage]
+            line.append(text, style)
+        line.rstrip()
+        drawing.append_text(line).append("\n")
     return drawing
-
-
-def legend(trace: Trace, *, shaded: bool = True) -> Text:
-    """A legend of the colours in a timeline drawn with the same ``shaded``."""
-    styles = _styles(trace, shaded=shaded)
-    first: dict[str, Style] = {}
-    for span in drawn(trace):
-        if span.action.op in COMPUTE | HOST_TRANSFERS:
-            style = styles[span.rank, span.action.op, span.action.stage]
-            first.setdefault(LOOKS[span.action.op].name, style)
-    text = Text("\n")
-    for name, style in first.items():
-        text.append("  ", style).append(f" {name}   ")
-    if trace.overlapped_pairs:
-        text.append("+ joins a block   ")
-    return text
 
 
 def html_of(program: Program) -> str:
@@ -67,17 +48,7 @@ def html_of(program: Program) -> str:
     console = Console(record=True, width=_HTML_WIDTH, file=io.StringIO())
     console.print(repr(program), markup=False, highlight=False)
     try:
-        trace = simulate(program).trace
+        console.print(timeline(simulate(program).trace, width=_HTML_WIDTH))
     except ScheduleError as error:
         console.print(str(error), markup=False, highlight=False)
-    else:
-        console.print(timeline(trace, width=_HTML_WIDTH), legend(trace), sep="")
     return console.export_html(inline_styles=True, code_format=_HTML)
-
-
-def _styles(trace: Trace, *, shaded: bool) -> dict[tuple[int, Op, int], Style]:
-    """The style of each rank, op and stage."""
-    looks = {place: (shade, ink(shade)) for place, shade in shades(trace).items()}
-    if not shaded:
-        looks = {place: LOOKS[place[1]].ansi for place in looks}
-    return {place: Style(color=text, bgcolor=back) for place, (back, text) in looks.items()}

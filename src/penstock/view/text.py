@@ -65,9 +65,9 @@ def to_text(trace: Trace, *, width: int = 120) -> str:
     return "".join(line.rstrip() + "\n" for line in lines)
 
 
-def grid(trace: Trace, *, width: int, brief: bool = False) -> list[tuple[str, Lane]]:
+def grid(trace: Trace, *, width: int) -> list[tuple[str, Lane]]:
     """A timeline in cells of equal time, in lines of at most ``width`` characters: the name of each
-    lane, and its cells; with ``brief``, texts show only the microbatch, for coloured views."""
+    lane, and its cells."""
     if width < _SMALLEST_WIDTH:
         raise ValueError(f"width is {width}, expected at least {_SMALLEST_WIDTH}")
     lanes, pair_of = list(_lanes(trace)), trace.pair_of()
@@ -79,19 +79,17 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> list[tuple[str, La
     several = any(s.action.stage >= trace.num_ranks for s in spans)
 
     def label(act: Action) -> str:
-        """``F3``, or ``2F3`` if ranks hold several stages; `` 3`` if brief."""
-        stage = str(act.stage) if several else ""
-        return f" {act.microbatch}" if brief else f"{stage}{act.op.value[0]}{act.microbatch}"
+        """``F3``, or ``2F3`` if ranks hold several stages."""
+        return f"{act.stage if several else ''}{act.op.value[0]}{act.microbatch}"
 
     size = max((len(label(s.action)) for _, lane in lanes for s in lane), default=1)
     count = math.ceil(trace.makespan / length - _ROUNDING)
-    labelled = count * (size + (not brief)) - (not brief) <= room
-    if not labelled and count > room:
-        count = room
-        length = trace.makespan / count
-    # Cells with colours alone are easier to see if wide.
+    labelled = count * (size + 1) - 1 <= room
     if not labelled:
-        size = max(1, room // max(1, count)) if brief else 1
+        size = 1
+        if count > room:
+            count = room
+            length = trace.makespan / count
 
     def cells(lane: Sequence[Span]) -> Iterator[tuple[Span | None, str]]:
         before = None
@@ -104,10 +102,6 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> list[tuple[str, La
             # The first cell of a pair's second action.
             joins = begins and pair is not None and pair == last
             before = span
-            if brief:
-                text = label(span.action) if span and begins and labelled else ""
-                yield span, ("+" + text[1:] if joins else text).ljust(size)[:size]
-                continue
             if span is None:
                 text = "." * size
             elif labelled:
@@ -117,7 +111,7 @@ def grid(trace: Trace, *, width: int, brief: bool = False) -> list[tuple[str, La
             yield span, ("+" if joins else " ") * labelled + text
 
     # Labels begin with a gap.
-    margin -= labelled and not brief
+    margin -= labelled
     return [(head.ljust(margin), list(cells(lane))) for head, lane in lanes]
 
 

@@ -41,8 +41,8 @@ _TOOLTIP = """
     &middot; lasts <b>@lasts{0.[0000]}</b></div>
   <div>waited for <b>@waited</b></div>
 """
-# Lines of the tooltip for columns that most steps lack, and which are then not sent.
-_LINES = {"block": "<div>@block</div>", "beside": '<div style="color:#c2255c">@beside</div>'}
+# Shown for steps with overlapped pairs alone; others don't send this column.
+_BLOCK_LINE = "<div>@block</div>"
 
 # Label boxes with their microbatch if it fits, and with the letter of the op if most have room.
 # This depends on the zoom, so the browser decides. White edges would wash out boxes of a few
@@ -63,7 +63,7 @@ const with_letter = usual_px > width(longest)
 const found = {x: [], y: [], text: [], ink: []}
 if (plot.inner_width > 0 && lane_height * 0.4 >= 8) {
   const top = Math.min(y.start, y.end), foot = Math.max(y.start, y.end)
-  const highs = d[box.top.field], lows = d[box.bottom.field]
+  const highs = d.top, lows = d.foot
   const pale = box.fill_alpha.field == "alpha"
   for (let i = 0; i < n && found.x.length < 3000; i++) {
     const label = d.label[i], number = label.slice(1)
@@ -85,14 +85,6 @@ if (box.line_width.value != edge) {
   box.line_width = {value: edge}
   path.line_width = {value: edge > 0 ? 2 : 0}
   frame.line_width = {value: edge > 0 ? 1.6 : 0}
-}
-"""
-
-_SHOW_MEMORY = """
-memory.visible = this.active
-for (const glyph of [box, path, frame]) {
-  glyph.top = {field: this.active ? "top" : "top_alone"}
-  glyph.bottom = {field: this.active ? "foot" : "foot_alone"}
 }
 """
 
@@ -154,9 +146,9 @@ class Timeline:
             for names in (("left",), ("left",), ("left",), ("x", "y"), ("x", "y", "text", "ink"))
         )
         self.boxes.name, self.labels.name = f"{name} boxes", f"{name} labels"
-        self.memory = plot.patch(
+        plot.patch(
             "x", "y", source=self.memory_outline, fill_color=_MEMORY, fill_alpha=0.55,
-            line_color=_MEMORY, line_width=0.6, name=f"{name} memory",
+            line_color=_MEMORY, line_width=0.6,
         )  # fmt: skip
         self.box = plot.quad(
             source=self.boxes, fill_color="fill", line_color="white", line_width=0.6,
@@ -187,17 +179,16 @@ class Timeline:
         args = {
             "plot": plot, "x": plot.x_range, "y": plot.y_range, "boxes": self.boxes, "box": box,
             "labels": self.labels, "path": self.path.glyph, "frame": self.frame.glyph,
-            "memory": self.memory, "path_boxes": self.path, "path_lines": self.path_lines,
+            "path_boxes": self.path, "path_lines": self.path_lines,
         }  # fmt: skip
-        set_labels, self.show_memory, self.show_path = (
-            bk.CustomJS(args=args, code=code) for code in (_SET_LABELS, _SHOW_MEMORY, _SHOW_PATH)
-        )
+        set_labels = bk.CustomJS(args=args, code=_SET_LABELS)
+        self.show_path = bk.CustomJS(args=args, code=_SHOW_PATH)
         for model, names in (
             (plot.x_range, ("start", "end")),
             (plot.y_range, ("start", "end")),
             (plot, ("inner_width", "inner_height")),
             (self.boxes, ("data",)),
-            (box, ("bottom", "fill_alpha")),
+            (box, ("fill_alpha",)),
         ):
             for name in names:
                 model.js_on_change(name, set_labels)
@@ -222,11 +213,12 @@ class Timeline:
         self.block_frames.data = _packed(drawing.overlapped_pairs)
         self.path_boxes.data = drawing.path
         self.memory_outline.data = _packed(drawing.memory)
-        lines = {name: line for name, line in _LINES.items() if any(drawing.boxes[name])}
-        self._tip.tooltips = f"{_TOOLTIP}{''.join(lines.values())}</div>"
-        unused = _LINES.keys() - lines.keys()
+        boxes, blocks = dict(drawing.boxes), any(drawing.boxes["block"])
+        if not blocks:
+            del boxes["block"]
+        self._tip.tooltips = f"{_TOOLTIP}{_BLOCK_LINE if blocks else ''}</div>"
         # Set last, since this triggers the update of labels.
-        self.boxes.data = _packed({n: c for n, c in drawing.boxes.items() if n not in unused})
+        self.boxes.data = _packed(boxes)
 
     def set_end(self, end: float) -> None:
         """Set the range of the time axis, from 0, and the limit of zooming out."""
