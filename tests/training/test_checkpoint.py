@@ -210,7 +210,7 @@ def test_frozen_parameters_may_be_omitted(tmp_path: Path) -> None:
     assert saved == {"model.third.weight", "model.third.bias"}
     resumed = plain_model(0)
     resumed_optimizer = adamw(resumed.get_submodule("third"))
-    with pytest.raises(PartitionError, match=r"model\.first\.weight is missing"):
+    with pytest.raises(PartitionError, match=r"Missing key .*model\.first\."):
         load(tmp_path, resumed, resumed_optimizer)
     load(tmp_path, resumed, resumed_optimizer, keep=keep)
     assert same(dict(resumed.state_dict()), dict(model.state_dict()))
@@ -222,28 +222,25 @@ def test_a_name_that_is_not_there_is_named_and_nothing_is_overwritten(tmp_path: 
     bigger = plain_model(7)
     bigger.add_module("fourth", nn.Linear(3, 3))
     before = {k: v.clone() for k, v in bigger.state_dict().items()}
-    with pytest.raises(PartitionError, match=r"model\.fourth\.weight is missing.*fourth\.bias"):
+    with pytest.raises(PartitionError, match=r"Missing key .*model\.fourth\."):
         load(tmp_path, bigger)
     assert same(dict(bigger.state_dict()), before)
 
 
 def test_another_shape_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, trained()[0])
-    with pytest.raises(PartitionError, match=r"first\.weight has shape \(6, 4\), expected \(8, 4"):
-        load(tmp_path, plain_model(7, width=8))
+    wider = plain_model(7, width=8)
+    before = {k: v.clone() for k, v in wider.state_dict().items()}
+    with pytest.raises(PartitionError, match=r"Size mismatch .*\[6, 4\].*\[8, 4\].*first\.weight"):
+        load(tmp_path, wider)
+    assert same(dict(wider.state_dict()), before)
 
 
 def test_an_optimizer_that_was_not_saved_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, trained()[0])
     model = plain_model(7)
-    with pytest.raises(PartitionError, match=r"optim\.param_groups\.first\.weight\.lr is missing"):
+    with pytest.raises(PartitionError, match=r"Missing key .*optim\.param_groups\.first\."):
         load(tmp_path, model, adamw(model))
-
-
-def test_a_long_list_of_faults_is_cut(tmp_path: Path) -> None:
-    save(tmp_path, nn.Linear(1, 1))
-    with pytest.raises(PartitionError, match="and 1 more"):
-        load(tmp_path, plain_model(7))
 
 
 def test_another_models_optimizer_is_refused(tmp_path: Path) -> None:
@@ -301,7 +298,7 @@ def load_misfit(rank: int, num_ranks: int, path: str) -> str:
 def test_an_error_of_one_rank_is_raised_on_all(checkpoints: list[str]) -> None:
     for outcome in run_ranks(load_misfit, 2, checkpoints[0]):
         assert "rank 1: " in outcome.result()
-        assert "model.fourth.weight is missing" in outcome.result()
+        assert "Missing key in checkpoint state_dict: model.fourth.weight" in outcome.result()
 
 
 def test_a_damaged_checkpoint_is_an_error(tmp_path: Path) -> None:

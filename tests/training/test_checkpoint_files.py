@@ -101,21 +101,15 @@ def test_a_rank_that_can_not_write_is_named_on_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_truncated_files_are_an_error_before_anything_is_loaded(
-    tmp_path: Path, there: bool
-) -> None:
+def test_missing_and_truncated_files_are_an_error(tmp_path: Path, there: bool) -> None:
     save(tmp_path, layer(1.0))
     (file,) = tmp_path.glob("*.distcp")
-    told = r"\.distcp is missing"
     if there:
         file.write_bytes(file.read_bytes()[:-1])
-        told = r"\.distcp has \d+ bytes, expected \d+"
     else:
         file.unlink()
-    model = layer(7.0)
-    with pytest.raises(PartitionError, match=told):
-        load(tmp_path, model)
-    assert model.state_dict()["0.weight"].eq(7.0).all()
+    with pytest.raises(PartitionError, match=r"can't be read \(rank 0: .*may have been loaded"):
+        load(tmp_path, layer(7.0))
 
 
 def test_damage_found_by_reading_is_an_error(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ __all__ += ["save"]
 T = TypeVar("T")
 Folder: TypeAlias = str | PathLike[str]
 
-_SHOWN = 10  # faults, or ranks, in a message
+_SHOWN = 10  # ranks in a message
 # The state of torch's optimizers that has the parameter's shape.
 _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 
@@ -156,10 +156,10 @@ def load(
 
     Raises:
         FileNotFoundError: some rank sees no complete checkpoint in the folder; on every rank.
-        PartitionError: it is damaged, lacks a name of the model's or of the optimizer's, or has it
-            in another shape; it has no ``extra``; or it has other settings for parameters that are
-            one group now; on every rank, and nothing was overwritten, but for damage that only
-            reading finds.
+        PartitionError: it lacks a name of the model's or of the optimizer's, or has it in another
+            shape; it has no ``extra``; or it has other settings for parameters that are one group
+            now; on every rank, and nothing was overwritten. Or its files are damaged, found while
+            reading: then part of the model may be overwritten.
 
     Examples:
         >>> from tempfile import TemporaryDirectory
@@ -171,23 +171,18 @@ def load(
         True
     """
     with collective_call(group, "load()", (PartitionError, FileNotFoundError)):
-        metadata = _on_all_ranks(group, lambda: _metadata(path))
-        before = _on_all_ranks(group, model.state_dict)
-        params = _on_all_ranks(group, lambda: _named_params(model, optimizer))
+        metadata, before, params = _on_all_ranks(
+            group, lambda: (_metadata(path), model.state_dict(), _named_params(model, optimizer))
+        )
         saved: Mapping[str, Any] = metadata.state_dict_metadata
         tensors = {name: tensor for name, tensor in before.items() if keep(name)}
         settings = {
             name: _empty(saved.get(f"optim.{name}")) for param in params for name in param.settings
         }
-        wanted = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        wanted |= {f"optim.{name}": None for name in settings}
         rank = str(_rank(group)) if f"extra.{_rank(group)}" in saved else "0"
-        lacks = ["it has no extra state; it was saved without extra="]
-        lacks = lacks if extra is not None and f"extra.{rank}" not in saved else []
-        _on_all_ranks(group, lambda: _refuse(path, [*lacks, *_faults(saved, wanted)]))
-        # Reading into the model overwrites it, so that all checks come before.
         _read(path, {"optim": settings}, group)
         _on_all_ranks(group, lambda: _refuse(path, _conflicts(params, settings)))
+        # Reads into the model; DCP compares names and shapes on all ranks before it reads.
         states = _empty_states(metadata, {param.name: param.tensor for param in params})
         own: dict[str, Any] = {rank: ({}, {})} if extra is not None else {}
         _read(path, {"model": tensors, "optim": states, "extra": own}, group)
@@ -438,8 +433,7 @@ def _on_all_ranks(group: dist.ProcessGroup | None, function: Callable[[], T]) ->
 
 def _refuse(path: Folder, faults: Sequence[str]) -> None:
     if faults:
-        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise PartitionError(f"checkpoint {path}: {'; '.join(faults[:_SHOWN])}{more}")
+        raise PartitionError(f"checkpoint {path}: {'; '.join(faults)}")
 
 
 def _rank(group: dist.ProcessGroup | None) -> int:
@@ -452,18 +446,6 @@ def _generator_states(model: Model) -> dict[Any, Any]:
     device: torch.device = getattr(model, "device", first)
     states = random_states(device).items()
     return {torch.device(k.type) if isinstance(k, torch.device) else k: v for k, v in states}
-
-
-def _faults(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """The names in ``wanted`` that are missing, or saved in another shape."""
-    faults = []
-    for name, value in wanted.items():
-        size = getattr(saved.get(name), "size", None)
-        if name not in saved:
-            faults.append(f"{name} is missing; was it saved from another model or optimizer?")
-        elif isinstance(value, Tensor) and size not in (None, value.shape):
-            faults.append(f"{name} has shape {tuple(size)}, expected {tuple(value.shape)}")
-    return faults
 
 
 class _Writer(FileSystemWriter):
@@ -488,7 +470,10 @@ class _Writer(FileSystemWriter):
 
 def _read(path: Folder, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     """Overwrite ``state``, by saved names, by the checkpoint's."""
-    advice = "some of it may have been loaded: load another one, or make the model anew"
+    advice = (
+        "was it saved from this model, with this optimizer and extra=? Unless a missing key or a "
+        "size is named, some of it may have been loaded: make the model anew"
+    )
     with _dcp(path, PartitionError, "can't be read", advice):
         load_by_name(
             state, checkpoint_id=path, process_group=group, no_dist=default_group() is None
@@ -512,13 +497,8 @@ def _dcp(path: Folder, kind: type[Exception], failed: str, advice: str) -> Itera
 
 
 def _metadata(path: Folder) -> Metadata:
-    """The checkpoint's metadata, if all files that it names are there in full."""
     try:
-        metadata = FileSystemReader(path).read_metadata()
-        lengths: dict[Path, int] = {}
-        for part in metadata.storage_data.values():
-            file = Path(path) / part.relative_path
-            lengths[file] = max(lengths.get(file, 0), part.offset + part.length)
+        return FileSystemReader(path).read_metadata()
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{error}; it is written last: was the saving interrupted, or is the folder not one "
@@ -528,7 +508,3 @@ def _metadata(path: Folder) -> Metadata:
         raise PartitionError(
             f"{path}: its metadata can't be read, {type(error).__name__}: {error}"
         ) from error
-    _refuse(path, [f"{file} is missing" for file in lengths if not file.exists()])
-    sizes = [(file, file.stat().st_size, length) for file, length in lengths.items()]
-    _refuse(path, [f"{f} has {size} bytes, expected {n}" for f, size, n in sizes if size < n])
-    return metadata
