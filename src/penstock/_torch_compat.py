@@ -20,14 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
-from penstock.errors import PenstockError
 
 # The module of torch's compiler, which torch imports at the first export or use of DDP; the server
 # of test processes imports it once.
@@ -261,21 +258,6 @@ def run_backward(roots: Sequence[Any], grads: Sequence[Any]) -> None:
 def saved_tensor_hooks_active() -> bool:
     """True if saved-tensor hooks are active; torch has functions to set these, none to query."""
     return _top_hooks(False) is not None
-
-
-@contextmanager
-def saved_through(
-    pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor], refused: PenstockError
-) -> Iterator[None]:
-    """Pass saved tensors through hooks; raise ``refused`` where ``torch.func`` forbids hooks."""
-    try:
-        with saved_tensors_hooks(pack, unpack):
-            yield
-    except RuntimeError as error:
-        # The error has no type of its own.
-        if "torch.func" in str(error) and "saved tensor hooks" in str(error):
-            raise refused from error
-        raise
 
 
 def deferrable_now() -> bool:

@@ -552,18 +552,10 @@ class Moody(nn.Module):
         return x
 
 
-class Slopes(nn.Module):
-    """Differentiates in its own forward, by torch.func."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.func.grad(lambda v: v.square().sum())(x)
-
-
 @pytest.mark.parametrize(
     ("model", "example", "told"),
     [
         (nn.Linear(2, 2), torch.ones(1, 2), "no modules to cut between"),
-        ([nn.Linear(2, 2), Slopes()], torch.ones(1, 2), "torch.func .* can't be measured"),
         (Aside(), torch.ones(1, DIM), r"calls none of layers\.0, layers\.1"),
         (Moody(), torch.ones(1, DIM), "runs 2 blocks where it ran 3"),
         (Tiny().requires_grad_(False), tokens(), "takes no gradient"),

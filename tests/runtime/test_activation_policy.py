@@ -242,5 +242,5 @@ class Slopes(nn.Module):
 def test_tensors_hidden_by_torch_func_are_not_offloaded() -> None:
     layers = [Slopes() for _ in range(4)]
     pipe = Pipeline(layers, loss_fn=F.mse_loss, schedule="po-f", ranks=2, n_microbatches=2)
-    with pytest.raises(StageError, match=r"differentiates by torch.func .* can't be offloaded"):
+    with pytest.raises(StageError, match=r"torch\.func\..* saved tensor hooks"):
         pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))

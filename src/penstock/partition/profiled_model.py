@@ -25,6 +25,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from penstock._torch_compat import (
@@ -32,7 +33,6 @@ from penstock._torch_compat import (
     TorchDispatchMode,
     is_compiled_in_place,
     registries,
-    saved_through,
 )
 from penstock.errors import PartitionError
 from penstock.partition.blocks import LeafModule
@@ -320,12 +320,7 @@ def run_profiled(profiled: ProfiledModel) -> ProfileRun:
             kept[segment][storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    refused = PartitionError(
-        "the model differentiates by torch.func (grad, vjp, hessian, ...), under which torch "
-        "refuses hooks on saved tensors, so it can't be measured; pass split= as counts or names, "
-        "and name a schedule"
-    )
-    with saved_through(keep, lambda tensor: tensor, refused):
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
         observed.forward()
     if not observed.order:
         raise PartitionError(

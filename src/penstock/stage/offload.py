@@ -12,24 +12,19 @@ waits for the reload of the tensors that it uses. Parameters, buffers and inputs
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from penstock._torch_compat import is_zero_tensor, saved_through
+from penstock._torch_compat import is_zero_tensor
 from penstock.errors import StageError
 from penstock.stage.device_streams import DeviceStreams, Event, Stream
 
 __all__ = ["ActivationOffload", "CopyStreams"]
 
-_REFUSED = (
-    "the forward differentiates by torch.func (grad, vjp, hessian, ...), where torch allows no "
-    "saved-tensor hooks, so its activations can't be offloaded; choose a schedule without "
-    "offloading, or one that recomputes"
-)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -121,9 +116,9 @@ class ActivationOffload:
         # By address, referenced by autograd alone: a storage that it releases is not copied.
         self._storages: WeakValueDictionary[int, _Storage] = WeakValueDictionary()
 
-    def collecting(self) -> AbstractContextManager[None]:
+    def collecting(self) -> saved_tensors_hooks:
         """A context for the forward, in which saved tensors are recorded."""
-        return saved_through(self._pack, self._unpack, StageError(_REFUSED))
+        return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
         """The storage, dtype and view of a saved tensor; itself if it stays on the device."""
