@@ -102,9 +102,7 @@ def test_a_checkpoint_without_extra_is_named(tmp_path: Path) -> None:
     save(tmp_path, layers())
     fresh = layers()
     nn.init.zeros_(fresh[0].weight)
-    with pytest.raises(
-        PartitionError, match=r"Missing key .*extra\.0.* and extra="
-    ):
+    with pytest.raises(PartitionError, match=r"Missing key .*extra\.0.* and extra="):
         load(tmp_path, fresh, extra={})
     assert not fresh[0].weight.any()
 

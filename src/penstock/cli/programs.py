@@ -9,7 +9,6 @@ import typer
 from penstock.cli import output as out
 from penstock.cli.settings import (
     Settings,
-    argument,
     is_file,
     load,
     load_program,
@@ -83,7 +82,9 @@ def _rules(each: Family) -> str:
 
 @with_options
 def simulate(
-    schedule: Annotated[str, argument("A schedule's name, or a program's file (*.csv, *.json).")],
+    schedule: Annotated[
+        str, typer.Argument(help="A schedule's name, or a program's file (*.csv, *.json).")
+    ],
     *,
     settings: Settings,
     json: Annotated[bool, option("Print the figures alone, as JSON.", "--json")] = False,
@@ -115,7 +116,7 @@ def _print_timeline(result: Simulation) -> None:
 
 @with_options
 def compare(
-    schedules: Annotated[list[str], argument(_SCHEDULES, metavar="SCHEDULE...")],
+    schedules: Annotated[list[str], typer.Argument(help=_SCHEDULES, metavar="SCHEDULE...")],
     *,
     settings: Settings,
     per: Annotated[Literal["rank", "stage"], option(_PER)] = "rank",
@@ -184,11 +185,8 @@ def _refuse_unused(sources: list[str], settings: Settings) -> None:
     if not chosen:
         settings.refuse_for(" ".join(sources))
         return
-    unused = [
-        f"option {name!r}"
-        for name in settings.options()
-        if not any(name in each.options for each in chosen)
-    ]
+    taken = {name for each in chosen for name in each.options}
+    unused = [f"option {name!r}" for name in settings.options() if name not in taken]
     if not any(takes_virtual(each, settings.virtual) for each in chosen):
         unused.append(f"--virtual {settings.virtual}")
     if unused:

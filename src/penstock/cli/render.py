@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli import output as out
-from penstock.cli.settings import Settings, argument, load, option, with_options
+from penstock.cli.settings import Settings, load, option, with_options
 from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.rules import COMPUTE
@@ -17,14 +17,13 @@ from penstock.trace import Trace
 
 __all__ = ["playground", "refuse_suffix", "render", "write_drawing"]
 
+_SOURCE = "A schedule's name, a program's file (*.csv, *.json), or a trace (*.json)."
 _KINDS = ".html (a page), .png, .svg or .pdf (a picture), .json (for https://ui.perfetto.dev)"
 
 
 @with_options
 def render(
-    source: Annotated[
-        str, argument("A schedule's name, a program's file (*.csv, *.json), or a trace (*.json).")
-    ],
+    source: Annotated[str, typer.Argument(help=_SOURCE)],
     *,
     settings: Settings,
     output: Annotated[Path, option(f"The file: {_KINDS}.", "--output", "-o")],

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial, wraps
 from inspect import Parameter, signature
 from pathlib import Path
@@ -25,15 +25,15 @@ from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.family import Family, parse_options
 from penstock.schedule.program import Program
-from penstock.schedule.registry import family, refuse_options, schedules
+from penstock.schedule.registry import family, refuse_options
 from penstock.schedule.text import from_json, load_csv
 from penstock.simulate.costs import Cost, Costs, build_for
 from penstock.simulate.simulation import Simulation, simulate
 from penstock.trace import Trace
 
 __all__ = [
-    "Settings", "argument", "complete", "is_file", "load", "load_program", "message_of", "option",
-    "takes_virtual", "with_options",
+    "Settings", "is_file", "load", "load_program", "message_of", "option", "takes_virtual",
+    "with_options",
 ]  # fmt: skip
 
 _SUFFIXES = (".csv", ".json")
@@ -120,18 +120,14 @@ class Settings:
 
         A program is built already; of a step that has run, all but the memory is known.
         """
-        unused = {"ranks", "microbatches", "virtual", "option"}
-        if has_run:
-            unused = set(_FLAGS) - {"memory"}
-        given = [
-            f"no {_flag(each.name)}"
-            for each in fields(self)
-            if each.name in unused and getattr(self, each.name) not in (each.default, [])
-        ]
-        if given:
-            what = "a step that has run" if has_run else "a program as it is"
+        if has_run and self != Settings(memory=self.memory):
             raise ScheduleError(
-                f"{file} holds {what}, and takes {', '.join(given)}; leave that out"
+                f"{file} holds a step that has run, and takes no option but --memory"
+            )
+        if self != replace(self, ranks=None, microbatches=None, virtual=None, option=None):
+            raise ScheduleError(
+                f"{file} holds a program as it is, and takes no --ranks, --microbatches, --virtual "
+                "or --option"
             )
 
     def simulate(self, program: Program, costs: Costs | None = None) -> Simulation:
@@ -193,24 +189,6 @@ def message_of(error: PenstockError) -> str:
     """
     flag = None if error.parameter is None else _FLAGS.get(error.parameter)
     return str(error) if flag is None else f"{flag}: {error}"
-
-
-def complete(incomplete: str) -> Iterator[tuple[str, str]]:
-    """Shell completions of schedules and files, each with a description."""
-    for each in schedules():
-        if each.name.startswith(incomplete.lower()):
-            yield each.name, each.summary
-    head, slash, begun = incomplete.rpartition("/")
-    for path in sorted(Path(head + slash).glob(f"{begun}*")):
-        if path.is_dir():
-            yield f"{head}{slash}{path.name}/", "folder"
-        elif path.suffix in _SUFFIXES:
-            yield f"{head}{slash}{path.name}", "file"
-
-
-def argument(text: str, **more: Any) -> Any:
-    """An argument of a subcommand that names sources, with its help."""
-    return typer.Argument(help=text, autocompletion=complete, **more)
 
 
 def is_file(source: str) -> bool:
