@@ -62,7 +62,7 @@ def terminal(browser: Browser) -> None:
     console.print(f"\n{figures_text(result)}\n{peaks_text(result)}", highlight=False)
     with page_of(browser, width=1200, height=400) as page:
         page.set_content(f"<body style='margin:0'>{console.export_svg(title='penstock')}</body>")
-        page.locator("svg").first.screenshot(path=HERE / "terminal.png")
+        page.locator("svg").first.screenshot(path=HERE / "terminal.png", omit_background=True)
 
 
 class Work(nn.Module):
