@@ -35,21 +35,22 @@ class Hidden:
 class Frozen:
     inner: Hidden
     name: str = "frozen"
-    square: float = field(init=False, default=0.0)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "square", self.inner.scale**2)
 
 
 @dataclass
 class Counted:
-    """Sets more than its fields."""
+    """Sets more than its fields, and is registered."""
 
     value: Tensor
 
     def __post_init__(self) -> None:
         self.rows = len(self.value)
         self.double = self.value * 2
+
+
+_pytree.register_pytree_node(
+    Counted, lambda counted: ([counted.value], None), lambda values, _: Counted(*values)
+)
 
 
 class Registered:
@@ -120,7 +121,7 @@ def take_ordered(value: Any) -> Tensor:
 def take_frozen(value: Any) -> Tensor:
     assert type(value) is Frozen
     assert type(value.inner) is Hidden
-    assert (value.name, value.square, value.inner.scale) == ("mine", 4.0, 2.0)
+    assert (value.name, value.inner.scale) == ("mine", 2.0)
     assert value.inner.mask.dtype is torch.bool
     return torch.where(value.inner.mask, value.inner.value, value.inner.extra[0])
 

@@ -1,14 +1,11 @@
 """Pytrees: containers flattened into leaves, unflattened, and described as JSON.
 
-    container                                 opened
-    tuple, list, dict, named tuple, …         as optree opens them
-    classes registered with torch's pytree    as registered
-    dataclasses                               by their constructor's arguments
-    other mappings of tensors (UserDict)      refused
-    all else                                  not opened: a leaf
-
-A dataclass is rebuilt by its constructor, so that ``self.rows = len(self.x)`` is right for a part
-of a batch. One that its class cannot rebuild is refused.
+container                                 opened
+tuple, list, dict, named tuple, …         as optree opens them
+classes registered with torch's pytree    as registered
+dataclasses                               by their fields; others of tensors are refused
+other mappings of tensors (UserDict)      refused
+all else                                  not opened: a leaf
 """
 
 from __future__ import annotations
@@ -178,45 +175,37 @@ def _functions_of(cls: type[Any]) -> tuple[_Open, _Make]:
 
 
 def _of_dataclass(cls: type[Any]) -> tuple[_Open, _Make]:
-    fields = {field.name for field in dataclasses.fields(cls)}
-    names = tuple(inspect.signature(cls.__init__).parameters)[1:]
+    """A dataclass as its fields, if they are all that it holds; one of plain values may hold more.
 
-    def make(children: Sequence[Any], _: Any = None) -> Any:
-        return cls(**dict(zip(names, children, strict=True)))
-
-    def differing(value: Any, again: Any) -> list[str]:
-        """The attributes in which the rebuilt dataclass differs; cached properties may."""
-        found = (n for n in {*fields, *getattr(value, "__dict__", ())} if hasattr(value, n))
-        kept = [n for n in found if not isinstance(getattr(cls, n, None), cached_property)]
-        pairs = [(n, getattr(value, n), getattr(again, n, _MISSING)) for n in kept]
-        return [n for n, left, right in pairs if not _is_same(left, right, made=n not in names)]
+    What ``__post_init__`` computes of the whole batch would be wrong for a part of it.
+    """
+    names = tuple(field.name for field in dataclasses.fields(cls))
+    params = tuple(inspect.signature(cls.__init__).parameters)[1:]
+    holds_fields = {*params} == {*names} and not hasattr(cls, "__post_init__")
 
     def open_(value: Any) -> tuple[Sequence[Any], Any, Any]:
-        children = [getattr(value, name, None) for name in names]
-        try:
-            wrong = sorted({*names} - fields) or differing(value, make(children))
-        except Exception as error:
-            raise _refused(cls, f"its constructor fails: {error!r}") from error
-        if wrong:
-            raise _refused(cls, f"{wrong[0]} differs, or is none of its fields")
-        return children, None, names
+        held: Any = {name: getattr(value, name, None) for name in names}
+        held |= getattr(value, "__dict__", {})
+        others = (name for name in held if name not in names)
+        if holds_fields and all(isinstance(getattr(cls, n, None), cached_property) for n in others):
+            return [held[name] for name in names], None, names
+        if not all(map(is_plain, optree.tree_leaves(held))):
+            raise BoundaryError(
+                f"a {cls.__qualname__} can't be split, moved or sent: it holds more than fields, "
+                "or has an __init__ or __post_init__ of its own; use a dict, or register the class "
+                "with torch.utils._pytree.register_pytree_node"
+            )
+        return (), value, ()
+
+    def make(children: Sequence[Any], closed: Any) -> Any:
+        if closed is not None:
+            return closed
+        made = object.__new__(cls)
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(made, name, child)
+        return made
 
     return open_, make
-
-
-_MISSING = object()
-
-
-def _is_same(left: Any, right: Any, *, made: bool) -> bool:
-    """True if two attributes are one object, or equal plain values.
-
-    If the constructor has ``made`` them: also tensors of one shape, or other objects of one class.
-    """
-    if left is right or type(left) is not type(right):
-        return left is right
-    if is_plain(left):
-        return bool(left == right) or repr(left) == repr(right)  # NaN equals NaN
-    return made and (not isinstance(left, Tensor) or left.shape == right.shape)
 
 
 def _refuse_mappings(leaves: Sequence[Any]) -> None:
@@ -228,14 +217,6 @@ def _refuse_mappings(leaves: Sequence[Any]) -> None:
                 f"a {type(leaf).__qualname__} can't be split, moved or sent: pass dict(...) of it, "
                 "or register the class with torch.utils._pytree.register_pytree_node"
             )
-
-
-def _refused(cls: type[Any], why: str) -> BoundaryError:
-    return BoundaryError(
-        f"a {cls.__qualname__} can't be split, moved or sent: its class, called with its fields, "
-        f"does not make the same again ({why}); use a dict, or register the class with "
-        "torch.utils._pytree.register_pytree_node"
-    )
 
 
 # --- descriptions for other ranks ----------------------------------------------------------------
