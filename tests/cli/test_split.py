@@ -16,7 +16,7 @@ from penstock import PartitionError, Plan
 from penstock.cli.app import main
 from penstock.cli.models import parse_bytes
 from penstock.cli.output import bytes_text
-from penstock.partition.balance.costs import BlockCosts, BlockKind, Profile, repeat_layers
+from penstock.partition.balance.costs import BlockCosts, Profile, repeat_layers
 
 FACTORY = """
 from dataclasses import dataclass
@@ -98,7 +98,6 @@ COSTS = Profile(
     blocks=(
         BlockCosts(
             modules=("embed",),
-            kind=BlockKind.EMBEDDING,
             classes=("Embedding",),
             forward_s=0.001,
             parameters=128,
@@ -123,7 +122,6 @@ COSTS = Profile(
         ),
         BlockCosts(
             modules=("head",),
-            kind=BlockKind.HEAD,
             classes=("Linear",),
             forward_s=0.006,
             activation_bytes=320,
@@ -187,7 +185,6 @@ def test_the_table(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[10:] == [
         "slowest stage 9 ms per microbatch, forward and backward; 8.00% above the mean of all "
         "stages",
-        "layout Ett|t*3|tL",
         "balanced for the slowest stage; measured on a machine, with int64[2,5]",
     ]
 
@@ -202,21 +199,6 @@ def test_memory_is_shown_where_it_is_limited(
     assert "11.8 kB" in out
     told = error_of(capsys, "mine:tiny", "-s", "2", "--costs", costs, "--memory-limit", "5kB")
     assert "the least that works is" in told
-
-
-@pytest.mark.parametrize(
-    ("options", "counts"),
-    [
-        (["--layout", "Et|t*5|L"], [2, 5, 1]),
-        (["--layout", "Et|t*5|L", "--stages", "3"], [2, 5, 1]),
-    ],
-)
-def test_other_ways_to_cut(
-    options: list[str], counts: list[int], costs: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run("mine:tiny", "--costs", costs, "--json", *options)
-    plan = Plan.from_dict(json.loads(capsys.readouterr().out))
-    assert [len(names) for names in plan.stages] == counts
 
 
 # --- models ------------------------------------------------------------------------------------
@@ -323,13 +305,9 @@ def test_sampled_layers_are_repeated_in_turn() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["mine:tiny"], "say how many stages"),
+        (["mine:tiny"], "Missing option '--stages'"),
         (["mine:tiny", "-s", "9"], "8 blocks can't make 9 stages"),
-        (["mine:tiny", "-s", "2", "--layout", "Et*6|t|L"], "but the layout has 3"),
-        (["mine:tiny", "--layout", "Et*7|L"], "7 t for the model's 6"),
-        (["mine:tiny", "--layout", "Et||L"], "a stage is empty"),
         (["mine:tiny", "-s", "2", "--rule", "uniform"], "No such option: --rule"),
-        (["mine:tiny", "--layout", "EtL", "--memory-limit", "1GB"], "are for balancing"),
         (["mine:tiny", "-s", "2", "--memory-limit", "much"], "'much' is no number of bytes"),
         (["mine:tiny", "-s", "2", "--objective", "step"], "No such option: --objective"),
         (["mine:tiny", "-s", "2", "-o", "plan.json"], "a plan is a .toml file"),

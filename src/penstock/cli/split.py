@@ -1,6 +1,6 @@
 """``penstock split``: measure a model, cut it into balanced stages, show them, write the plan.
 
-model ──measured──► costs per block ──layout or balance──► counts ──► plan, table
+model ──measured──► costs per block ──balance──► counts ──► plan, table
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from penstock.cli.models import ModelRequest, load_model, parse_bytes, user_erro
 from penstock.cli.settings import option, with_options
 from penstock.errors import PartitionError, PenstockError
 from penstock.partition.balance.costs import Profile, repeat_layers
-from penstock.partition.balance.layout import Layout
 from penstock.partition.plan import Plan, runs_of_names, toml_path
 from penstock.schedule.program import Program
 from penstock.schedule.registry import choose_program
@@ -38,12 +37,11 @@ _NUMBERS = ("stage", "rank", "parameters", "time", "share", "activations", "hold
 @with_options
 def split(
     *,
-    stages: Annotated[int | None, option("How many stages.", "--stages", "-s")] = None,
+    stages: Annotated[int, option("How many stages.", "--stages", "-s")],
     output: Annotated[Path | None, option("Write the plan: *.toml.", "--output", "-o")] = None,
     request: ModelRequest,
     runs: Annotated[int, option("Measure so often; the median counts.")] = 5,
     costs: Annotated[Path | None, option("A file of costs, measured if not there.")] = None,
-    layout: Annotated[str | None, option("Megatron's layout, as 'Et*3|(tt|)*29,m|L'.")] = None,
     schedule: Annotated[str | None, option("Balance for the ranks of this schedule.")] = None,
     ranks: Annotated[
         int | None, option("On how many ranks --schedule runs.", "--ranks", "-r")
@@ -64,18 +62,6 @@ def split(
     from penstock.partition.balance.balance import BalanceConfig, balanced, split_costs
     from penstock.partition.balance.for_program import balance_for
 
-    cut = None if layout is None else Layout.parse(layout)
-    if cut is not None and (memory_limit or bandwidth):
-        raise PartitionError(
-            "--memory-limit and --bandwidth are for balancing; leave them out with --layout"
-        )
-    num_stages = stages if cut is None else len(cut.stages)
-    if num_stages is None:
-        raise PartitionError("say how many stages: --stages 4, or a --layout that has them")
-    if stages not in (None, num_stages):
-        raise PartitionError(
-            f"--stages {stages}, but the layout has {num_stages}; leave --stages out"
-        )
     if ranks is not None and schedule is None:
         raise PartitionError("--ranks says on how many ranks a --schedule runs; name one")
     if output is not None:
@@ -87,7 +73,7 @@ def split(
             world=None,
         )  # fmt: skip
     config = BalanceConfig(
-        num_stages=num_stages, memory_limit=memory_limit, state_factor=state_factor,
+        num_stages=stages, memory_limit=memory_limit, state_factor=state_factor,
         bandwidth=bandwidth, latency_s=latency, microbatches=microbatches,
         placement=None if program is None else program.placement,
         in_flight=None if program is None else _peak_in_flight(program),
@@ -98,14 +84,11 @@ def split(
         measured = _measure(request, runs)
         if costs is not None:
             measured.save(costs)
-    if cut is not None:
-        counts, made = cut.counts(measured.blocks), f"layout {cut}"
+    if program is None or memory_limit or bandwidth or latency:
+        counts = balanced(measured, config).counts
     else:
-        if program is None or memory_limit or bandwidth or latency:
-            counts = balanced(measured, config).counts
-        else:
-            counts = balance_for(measured, program).counts
-        made = f"balanced for {'the slowest stage' if program is None else program.name}"
+        counts = balance_for(measured, program).counts
+    made = f"balanced for {'the slowest stage' if program is None else program.name}"
     made = f"{made}; measured on {measured.machine}, with {measured.example}"
     plan = measured.plan(counts, made=made)
     if output is not None:
@@ -113,10 +96,9 @@ def split(
     if as_json:
         typer.echo(json.dumps(plan.to_dict(), indent=2))
         return
-    sizes = numbers_of(block=len(measured.blocks), stage=num_stages)
+    sizes = numbers_of(block=len(measured.blocks), stage=stages)
     times = split_costs(measured, counts, placement=config.placement).rank_time_s
     _show(plan, config, sizes, times)
-    typer.echo(f"layout {Layout.of(measured.blocks, counts)}")
     out.console().print(plan.made, markup=False, soft_wrap=True, style="dim")
     if output is not None:
         typer.echo(f"wrote {output}")

@@ -1,7 +1,7 @@
 """Find the blocks of a model by its structure: embeddings, a trunk of repeated layers, a head.
 
     leaf modules    embed  rotary   layers.0   layers.1   norm  head
-    blocks          E               t          t          L
+    blocks          ─────────────   ────────   ────────   ──────────
 
 A *leaf module* is never cut. It is a layer of a trunk, or a module outside the trunks and their
 containers. Leaf modules are gathered into blocks once their execution order is known.
@@ -19,9 +19,8 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from penstock._torch_compat import children, has_no_forward, is_sequential
 from penstock.errors import PartitionError
-from penstock.partition.balance.costs import BlockKind
 
-__all__ = ["Block", "LeafModule", "find_blocks", "gather", "leaf_modules"]
+__all__ = ["LeafModule", "find_blocks", "gather", "leaf_modules"]
 
 # As a share of the largest trunk's parameters; a smaller list of modules is not a trunk.
 SMALLEST_TRUNK = 0.05
@@ -41,14 +40,6 @@ class LeafModule:
     def parameters(self) -> int:
         """The number of elements in its parameters."""
         return sum(param.numel() for param in self.module.parameters())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Block:
-    """Leaf modules that stay together, in execution order."""
-
-    kind: BlockKind
-    leaves: tuple[LeafModule, ...]
 
 
 def leaf_modules(model: nn.Module, *, repeats: bool = False) -> tuple[LeafModule, ...]:
@@ -81,7 +72,7 @@ def find_blocks(model: nn.Module) -> list[str]:
         return []
 
 
-def gather(leaves: Sequence[LeafModule], order: Sequence[str]) -> tuple[Block, ...]:
+def gather(leaves: Sequence[LeafModule], order: Sequence[str]) -> list[list[LeafModule]]:
     """Gather leaf modules into blocks, given the names of those that run, by first call.
 
     Leaf modules before the trunk form one block, leaf modules after it another. A leaf module
@@ -93,31 +84,29 @@ def gather(leaves: Sequence[LeafModule], order: Sequence[str]) -> tuple[Block, .
     running = [by_name[name] for name in order]
     places = [i for i, leaf in enumerate(running) if leaf.trunk is not None]
     if not places:
-        return tuple(Block(kind=BlockKind.LAYER, leaves=(leaf,)) for leaf in running)
+        return [[leaf] for leaf in running]
     first, last = places[0], places[-1]
     large = max(SMALLEST_BLOCK * median_high(running[i].parameters for i in places), 1)
-    groups: list[tuple[BlockKind, list[LeafModule]]] = []
-    if first:
-        groups.append((BlockKind.EMBEDDING, running[:first]))
+    blocks = [running[:first]] if first else []
     between: list[LeafModule] = []
     for leaf in running[first : last + 1]:
         if leaf.trunk is not None or leaf.parameters >= large:
-            groups.append((BlockKind.LAYER, [*between, leaf]))
+            blocks.append([*between, leaf])
             between = []
-        elif any(_are_siblings(leaf.name, each.trunk) for each in groups[-1][1]):
-            groups[-1][1].append(leaf)
+        elif any(_are_siblings(leaf.name, each.trunk) for each in blocks[-1]):
+            blocks[-1].append(leaf)
         else:
             between.append(leaf)
     if running[last + 1 :]:
-        groups.append((BlockKind.HEAD, running[last + 1 :]))
+        blocks.append(running[last + 1 :])
     # A module without parameters, such as a rotary table, may be defined far from its use.
-    group_of = {leaf.name: group for _, group in groups for leaf in group if leaf.parameters}
-    group = groups[0][1]
+    block_of = {leaf.name: block for block in blocks for leaf in block if leaf.parameters}
+    block = blocks[0]
     for leaf in leaves:
-        group = group_of.get(leaf.name, group)
+        block = block_of.get(leaf.name, block)
         if leaf.name not in order:
-            group.append(leaf)
-    return tuple(Block(kind=kind, leaves=tuple(group)) for kind, group in groups)
+            block.append(leaf)
+    return blocks
 
 
 # --- structure ---------------------------------------------------------------------------------

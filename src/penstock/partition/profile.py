@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.compat.stage import PipelineStage
 from penstock.errors import PartitionError
 from penstock.partition.balance.costs import BlockCosts, Profile
-from penstock.partition.blocks import Block, LeafModule, gather, leaf_modules
+from penstock.partition.blocks import LeafModule, gather, leaf_modules
 from penstock.partition.forward.by_module import tensors_between
 from penstock.partition.forward.module_state import ModuleSnapshot
 from penstock.partition.profiled_model import (
@@ -169,16 +169,18 @@ def _as_module(given: nn.Module | Sequence[nn.Module] | Sequence[PipelineStage])
     return Chained(modules)
 
 
-def _sent_by_block(profiled: ProfiledModel, run: ProfileRun, blocks: Sequence[Block]) -> list[Sent]:
+def _sent_by_block(
+    profiled: ProfiledModel, run: ProfileRun, blocks: Sequence[Sequence[LeafModule]]
+) -> list[Sent]:
     """The tensors that cross the cut after each block, if cut by module.
 
     Where that is not possible, the outputs of the block's last module.
     """
     place = {name: segment for segment, name in enumerate(run.order)}
-    last = [max(place[leaf.name] for leaf in b.leaves if leaf.name in place) for b in blocks[:-1]]
+    last = [max(place[leaf.name] for leaf in b if leaf.name in place) for b in blocks[:-1]]
     sent = [run.outputs[i] for i in last]
     if not (isinstance(profiled.model, Chained) or is_sequence(profiled.model)):
-        names = [[leaf.name for leaf in block.leaves] for block in blocks]
+        names = [[leaf.name for leaf in block] for block in blocks]
         example = profiled.kwargs or profiled.args
         between = tensors_between(profiled.model, names, example, profiled.device)
         for i, metas in enumerate(between):
@@ -189,23 +191,22 @@ def _sent_by_block(profiled: ProfiledModel, run: ProfileRun, blocks: Sequence[Bl
 
 
 def _costs_of(
-    block: Block,
+    block: Sequence[LeafModule],
     loose: Sequence[str],
     run: ProfileRun,
     medians: Sequence[Times],
     memory: Sequence[Sequence[int]],
     sent: Sent,
 ) -> BlockCosts:
-    names = [leaf.name for leaf in block.leaves]
+    names = [leaf.name for leaf in block]
     segments = [segment for segment, name in enumerate(run.order) if name in names]
-    params = {id(p): p for leaf in block.leaves for p in leaf.module.parameters()}.values()
+    params = {id(p): p for leaf in block for p in leaf.module.parameters()}.values()
     forward_s, backward_s, deferring_s, input_grad_s, weight_grad_s = (
         sum(times[i] for i in segments) for times in medians
     )
     return BlockCosts(
         modules=(*loose, *names),
-        kind=block.kind,
-        classes=tuple(type(leaf.module).__name__ for leaf in block.leaves),
+        classes=tuple(type(leaf.module).__name__ for leaf in block),
         forward_s=forward_s,
         input_grad_s=input_grad_s,
         weight_grad_s=weight_grad_s,

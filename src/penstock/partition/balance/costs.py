@@ -1,7 +1,7 @@
 """The costs of a model's blocks, as data.
 
-    block       E     t     t     t     L          a block is never cut; a model of n blocks has
-    cut            │     │     │     │             n - 1 cuts, each with the tensors that cross it
+    block       embed    0     1     2    head     a block is never cut; a model of n blocks has
+    cut               │     │     │     │          n - 1 cuts, each with the tensors that cross it
 
 Times are per microbatch and in seconds, sizes in bytes. This module measures nothing (`profile`
 does) and solves nothing (`balance` does); it imports no torch.
@@ -13,7 +13,6 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from penstock.partition.plan import (
     split_by_counts,
 )
 
-__all__ = ["LEAST_SAMPLE", "BlockCosts", "BlockKind", "Profile", "repeat_layers"]
+__all__ = ["LEAST_SAMPLE", "BlockCosts", "Profile", "repeat_layers"]
 
 FORMAT = 1
 LEAST_SAMPLE = 3
@@ -41,22 +40,12 @@ NUMBERS = (
 )  # fmt: skip
 
 
-class BlockKind(Enum):
-    """The role of a block in its model; the value is its letter in layout strings."""
-
-    EMBEDDING = "E"
-    LAYER = "t"
-    PREDICTION = "m"
-    HEAD = "L"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCosts:
     """The costs of one block per microbatch.
 
     Args:
         modules: the qualified names of its modules, in the order in which they run.
-        kind: its role in the model.
         classes: the class name of each module.
         forward_s: the time of its forward F.
         input_grad_s: the time of the input-gradient part I of its backward.
@@ -81,7 +70,6 @@ class BlockCosts:
     """
 
     modules: tuple[str, ...] = ()
-    kind: BlockKind = BlockKind.LAYER
     classes: tuple[str, ...] = ()
     forward_s: float = 0.0
     input_grad_s: float = 0.0
@@ -188,7 +176,7 @@ class Profile:
 
     def to_json(self) -> str:
         """The profile as JSON."""
-        blocks = [dataclasses.asdict(block) | {"kind": block.kind.value} for block in self.blocks]
+        blocks = [dataclasses.asdict(block) for block in self.blocks]
         texts = {name: getattr(self, name) for name in TEXTS}
         return json.dumps({"penstock_profile": FORMAT, **texts, "blocks": blocks}, indent=2) + "\n"
 
@@ -216,14 +204,11 @@ def _stage_costs(blocks: Sequence[BlockCosts]) -> StageCosts:
 
 
 def _block_from(data: object, where: str) -> BlockCosts:
-    entry = read_table(data, where, field_kinds(BlockCosts) | {"kind": "str"})
-    missing = [name for name in ("kind", *NUMBERS) if name not in entry]
+    entry = read_table(data, where, field_kinds(BlockCosts))
+    missing = [name for name in NUMBERS if name not in entry]
     if missing:
         raise PartitionError(f"{where} lacks {missing}; measure anew")
-    letters = [kind.value for kind in BlockKind]
-    if entry["kind"] not in letters:
-        raise PartitionError(f"{where} is of kind {entry['kind']!r}, not of {letters}")
-    return BlockCosts(**entry | {"kind": BlockKind(entry["kind"])})
+    return BlockCosts(**entry)
 
 
 # --- a large model from a few of its layers -----------------------------------------------------
@@ -232,8 +217,8 @@ def _block_from(data: object, where: str) -> BlockCosts:
 def repeat_layers(measured: Profile, trunks: Mapping[str, Sequence[str]]) -> Profile:
     """Extend a profile to a model whose trunks are longer than the measured ones.
 
-        measured    E  0  1  2  L          the first and the last layer stay so, and those between
-        long        E  0  1  1  1  2  L    are repeated in turn
+        measured    0  1  2          the first and the last layer stay so, and those between
+        long        0  1  1  1  2    are repeated in turn
 
     Args:
         measured: the profile of the short model.
