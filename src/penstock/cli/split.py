@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli import output as out
-from penstock.cli.models import ModelRequest, load_model, parse_bytes, user_error
+from penstock.cli.models import ModelRequest, load_model, parse_bytes
 from penstock.cli.settings import option, with_options
-from penstock.errors import PartitionError, PenstockError
-from penstock.partition.balance.costs import Profile, repeat_layers
+from penstock.errors import PartitionError
+from penstock.partition.balance.costs import Profile
 from penstock.partition.plan import Plan, runs_of_names, toml_path
 from penstock.schedule.program import Program
 from penstock.schedule.registry import choose_program
@@ -110,7 +110,7 @@ def _measure(request: ModelRequest, runs: int) -> Profile:
 
     from penstock.partition.profile import profile
 
-    model, example, trunks = load_model(request)
+    model, example = load_model(request)
     what = TextColumn("{task.description}")
     with out.progress_bar(TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), what) as bar:
         task = bar.add_task("")
@@ -118,13 +118,7 @@ def _measure(request: ModelRequest, runs: int) -> Profile:
         def show(done: int, total: int, what: str) -> None:
             bar.update(task, completed=done, total=total, description=what)
 
-        try:
-            measured = profile(model, example, runs=runs, progress=show)
-        except PenstockError:
-            raise
-        except Exception as error:  # whatever the user's model raises
-            raise user_error(f"{request.model}, run on its example,", error) from error
-    return repeat_layers(measured, trunks) if trunks else measured
+        return profile(model, example, runs=runs, progress=show)
 
 
 def _peak_in_flight(program: Program) -> list[int]:

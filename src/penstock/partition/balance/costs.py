@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,9 @@ from penstock.partition.plan import (
     split_by_counts,
 )
 
-__all__ = ["LEAST_SAMPLE", "BlockCosts", "Profile", "repeat_layers"]
+__all__ = ["BlockCosts", "Profile"]
 
 FORMAT = 1
-LEAST_SAMPLE = 3
 TEXTS = ("model", "machine", "example")
 NUMBERS = (
     "forward_s", "input_grad_s", "weight_grad_s", "backward_s", "deferral_s", "activation_bytes",
@@ -209,54 +208,3 @@ def _block_from(data: object, where: str) -> BlockCosts:
     if missing:
         raise PartitionError(f"{where} lacks {missing}; measure anew")
     return BlockCosts(**entry)
-
-
-# --- a large model from a few of its layers -----------------------------------------------------
-
-
-def repeat_layers(measured: Profile, trunks: Mapping[str, Sequence[str]]) -> Profile:
-    """Extend a profile to a model whose trunks are longer than the measured ones.
-
-        measured    0  1  2          the first and the last layer stay so, and those between
-        long        0  1  1  1  2    are repeated in turn
-
-    Args:
-        measured: the profile of the short model.
-        trunks: of each trunk, the names of its layers in the long model.
-
-    Raises:
-        PartitionError: the profile has fewer than three layers of a trunk.
-
-    Examples:
-        >>> blocks = [BlockCosts(modules=(f"h.{i}",), forward_s=i) for i in range(3)]
-        >>> long = repeat_layers(Profile(blocks=blocks), {"h": [f"h.{i}" for i in range(5)]})
-        >>> [(block.name, block.forward_s) for block in long.blocks]
-        [('h.0', 0), ('h.1', 1), ('h.2', 1), ('h.3', 1), ('h.4', 2)]
-    """
-    blocks: list[BlockCosts] = []
-    rest = list(measured.blocks)
-    order = {name: i for i, block in enumerate(rest) for name in block.modules}
-    for layers in sorted(trunks.values(), key=lambda names: order.get(names[0], 0)):
-        places = [i for i, b in enumerate(rest) if not set(layers).isdisjoint(b.modules)]
-        if len(places) >= len(layers):
-            continue  # a trunk of equal length
-        if len(places) < LEAST_SAMPLE:
-            raise PartitionError(
-                f"{len(places)} layers of {layers[0]} to {layers[-1]} were measured, expected at "
-                f"least {LEAST_SAMPLE}: the first, the last and one between them"
-            )
-        first, last = places[0], places[-1]
-        inner = rest[first + 1 : last]
-        blocks += rest[: first + 1]
-        blocks += (
-            _renamed(inner[i % len(inner)], layers, name) for i, name in enumerate(layers[1:-1])
-        )
-        blocks.append(_renamed(rest[last], layers, layers[-1]))
-        del rest[: last + 1]
-    return replace(measured, blocks=tuple(blocks + rest))
-
-
-def _renamed(block: BlockCosts, layers: Sequence[str], name: str) -> BlockCosts:
-    """The block with its layer renamed to ``name``."""
-    old = next(each for each in block.modules if each in layers)
-    return replace(block, modules=tuple(name if each == old else each for each in block.modules))
