@@ -411,16 +411,11 @@ def test_invalid_terms(given: dict[str, Any], told: str) -> None:
 
 
 def test_a_profile_is_balanced_and_makes_a_plan() -> None:
-    blocks = [
-        BlockCosts(modules=(f"layers.{i}",), forward_s=i, parameters=i, sends=(f"x{i}",))
-        for i in range(1, 5)
-    ]
+    blocks = [BlockCosts(modules=(f"layers.{i}",), forward_s=i) for i in range(1, 5)]
     profile = Profile(blocks=tuple(blocks), model="Stack")
     plan = profile.plan(balance(profile, 2).counts, made="balance")
     assert plan.stages == (("layers.1", "layers.2", "layers.3"), ("layers.4",))
     assert (plan.model, plan.made) == ("Stack", "balance")
-    assert [costs.time_s for costs in plan.costs] == [6, 4]
-    assert [costs.sends for costs in plan.costs] == [("x3",), ("x4",)]
     with pytest.raises(PartitionError, match="expected 4, at least one per stage"):
         profile.plan([4, 0])
 

@@ -11,24 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock import PartitionError
-from penstock.partition.plan import Plan, StageCosts
+from penstock.partition.plan import Plan
 
-COSTS = (
-    StageCosts(
-        time_s=0.25,
-        parameters=12,
-        parameter_bytes=48,
-        activation_bytes=64,
-        sent_bytes=8,
-        sends=("float32[1,2]",),
-    ),
-    StageCosts(time_s=0.5, parameters=6, parameter_bytes=24, activation_bytes=32),
-)
 PLAN = Plan(
     stages=(("embed", "layers.0"), ("layers.1", "head")),
     model="Tiny",
     made='balance, "max"',
-    costs=COSTS,
 )
 
 
@@ -84,15 +72,6 @@ def test_a_plan_by_hand_needs_names_alone() -> None:
 names = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="."), min_size=1, max_size=6
 )
-costs = st.builds(
-    StageCosts,
-    time_s=st.floats(0, 1e6),
-    parameters=st.integers(0, 2**62),
-    parameter_bytes=st.integers(0, 2**62),
-    activation_bytes=st.integers(0, 2**62),
-    sent_bytes=st.integers(0, 2**62),
-    sends=st.lists(names, max_size=2).map(tuple),
-)
 
 
 @given(st.data())
@@ -100,13 +79,7 @@ def test_any_plan_comes_back(data: st.DataObject) -> None:
     flat = data.draw(st.lists(names, min_size=1, max_size=8, unique=True))
     cut = data.draw(st.integers(0, len(flat) - 1))
     stages = tuple(part for part in (tuple(flat[:cut]), tuple(flat[cut:])) if part)
-    size = data.draw(st.sampled_from([0, len(stages)]))
-    plan = Plan(
-        stages=stages,
-        model=data.draw(names),
-        made=data.draw(st.text(max_size=8)),
-        costs=tuple(data.draw(costs) for _ in range(size)),
-    )
+    plan = Plan(stages=stages, model=data.draw(names), made=data.draw(st.text(max_size=8)))
     assert Plan.from_toml(plan.to_toml()) == plan
 
 
@@ -119,18 +92,13 @@ def test_any_plan_comes_back(data: st.DataObject) -> None:
         ({"stage": ["a"]}, "stage 0 of the plan is 'a', expected a table"),
         ({"stage": [{"modules": "a"}]}, "modules of stage 0 of the plan is 'a'"),
         ({"stage": [{"modules": ["a"], "time": 1}]}, r"stage 0 .* unknown keys \['time'\]"),
-        ({"stage": [{"modules": ["a"], "time_s": "1"}]}, "time_s of stage 0 .* is '1'"),
-        ({"stage": [{"modules": ["a"], "time_s": 1}]}, "costs of stage 0 .* incomplete"),
         ({"stage": []}, "no stages"),
-        ({"penstock_plan": True}, "format True"),
-        ({"model": 3}, "model of the plan is 3, expected a string"),
-        ({"made": ["a"]}, r"made of the plan is \['a'\], expected a string"),
+        ({"penstock_plan": True}, "penstock_plan of the plan is True"),
+        ({"model": 3}, "model of the plan is 3, expected a str"),
+        ({"made": ["a"]}, r"made of the plan is \['a'\], expected a str"),
         ({"stage": {"modules": ["a"]}}, "stage of the plan is .*, expected a list"),
         ({"stage": [{}]}, "stage 0 of the plan is empty; name its modules"),
-        ({"stage": [{"modules": ["a", 1]}]}, "modules of stage 0 .* expected a list of names"),
-        ({"stage": [{"modules": ["a"], "sends": "x"}]}, "sends of stage 0 .* is 'x'"),
-        ({"stage": [{"modules": ["a"], "time_s": True}]}, "time_s of stage 0 .* is True"),
-        ({"stage": [{"modules": ["a"], "time_s": float("nan")}]}, "time_s of stage 0 .* is nan"),
+        ({"stage": [{"modules": ["a", 1]}]}, "modules of stage 0 .* expected names"),
     ],
 )
 def test_values_that_are_no_plan(change: dict[str, Any], told: str) -> None:
@@ -143,7 +111,7 @@ def test_values_that_are_no_plan(change: dict[str, Any], told: str) -> None:
     [
         ("plan.toml", "stage = [", "plan.toml: not TOML"),
         ("plan.toml", "a = " + "[" * 100_000, "plan.toml: not TOML"),
-        ("plan.json", "{}", "plan.json: a plan is a .toml file"),
+        ("plan.json", "{}", r"^[^ ]*plan\.json: a plan is a \.toml file"),
         ("plan.toml", None, "plan.toml: no such plan"),
     ],
 )
@@ -175,11 +143,6 @@ def test_a_file_of_another_kind_is_not_written(tmp_path: Path) -> None:
 def test_plans_that_contradict_themselves(stages: Any, told: str) -> None:
     with pytest.raises(PartitionError, match=told):
         Plan(stages=stages)
-
-
-def test_costs_are_those_of_every_stage() -> None:
-    with pytest.raises(PartitionError, match="2 stages, but the costs of 1"):
-        Plan(stages=(("a",), ("b",)), costs=COSTS[:1])
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 import random
 import time
 import warnings
 from collections import OrderedDict
 from itertools import accumulate, combinations, count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,7 +83,6 @@ def test_blocks_are_found_by_structure_and_ordered_by_how_they_run() -> None:
         ("norm", "head"),
     ]
     assert measured.model == "Tiny"
-    assert measured.blocks[1].classes == ("Layer",)
 
 
 def test_every_parameter_is_in_the_plan_of_a_profile() -> None:
@@ -93,10 +90,8 @@ def test_every_parameter_is_in_the_plan_of_a_profile() -> None:
     measured = profile(model, tokens(), runs=1)
     plan = measured.plan(balance(measured, 3).counts)
     plan.check(model)
-    assert (
-        sum(costs.parameters for costs in plan.costs)
-        == sum(p.numel() for p in model.parameters()) - DIM
-    )
+    counted = sum(block.parameters for block in measured.blocks)
+    assert counted == sum(p.numel() for p in model.parameters()) - DIM
 
 
 @pytest.mark.parametrize("name", REAL_MODELS)
@@ -484,40 +479,6 @@ def test_progress_is_reported() -> None:
     ]
 
 
-def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
-    measured = profile(Tiny(), (tokens(),), runs=1)
-    measured.save(tmp_path / "costs.json")
-    assert Profile.load(tmp_path / "costs.json") == measured
-    data = json.loads((tmp_path / "costs.json").read_text())
-    assert {"forward_s", "input_grad_s", "weight_grad_s", "activation_bytes"} <= set(
-        data["blocks"][0]
-    )
-    assert data["example"] == "int64[2,5]"
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        ("{", "not JSON"),
-        ("[]", r"the profile is \[\]"),
-        ("{}", "has format None"),
-        ('{"penstock_profile": 1}', "a profile without blocks"),
-        ('{"penstock_profile": 1, "blocks": []}', "without blocks"),
-        ('{"penstock_profile": 1, "blocks": [{}]}', "block 0 lacks"),
-        ('{"penstock_profile": 1, "blocks": [{"f": 1}]}', r"unknown keys \['f'\]"),
-        ('{"penstock_profile": 1, "model": 2, "blocks": []}', "model of the profile is 2"),
-        ('{"penstock_profile": true, "blocks": []}', "has format True"),
-        (None, "no such profile"),
-    ],
-)
-def test_values_that_are_no_profile(content: str | None, told: str, tmp_path: Path) -> None:
-    path = tmp_path / "costs.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(PartitionError, match=told):
-        Profile.load(path)
-
-
 class Aside(nn.Module):
     """Its layers' weights are used, the layers never called."""
 
@@ -647,12 +608,7 @@ def test_uneven_real_models_come_out_at_the_optimum(name: str) -> None:
         best = brute_force(measured, placement)
         assert found.bottleneck_s <= 1.02 * best  # what is promised
         assert found.bottleneck_s == pytest.approx(best, rel=1e-9)  # and what is kept
-        plan = measured.plan(found.counts)
-        plan.check(model)
-        by_rank = [0.0] * placement.num_ranks
-        for rank, costs in zip(placement.stage_ranks, plan.costs, strict=True):
-            by_rank[rank] += costs.time_s
-        assert max(by_rank) == pytest.approx(found.bottleneck_s)
+        measured.plan(found.counts).check(model)
 
 
 def test_a_layer_used_several_times_keeps_its_parameters() -> None:

@@ -18,8 +18,8 @@ from penstock.cli import output as out
 from penstock.cli.models import ModelRequest, load_model, parse_bytes
 from penstock.cli.settings import option, with_options
 from penstock.errors import PartitionError
-from penstock.partition.balance.costs import Profile
-from penstock.partition.plan import Plan, runs_of_names, toml_path
+from penstock.partition.balance.costs import BlockCosts, Profile
+from penstock.partition.plan import Plan, runs_of_names, split_by_counts, toml_path
 from penstock.schedule.program import Program
 from penstock.schedule.registry import choose_program
 from penstock.schedule.wording import numbers_of
@@ -41,7 +41,6 @@ def split(
     output: Annotated[Path | None, option("Write the plan: *.toml.", "--output", "-o")] = None,
     request: ModelRequest,
     runs: Annotated[int, option("Measure so often; the median counts.")] = 5,
-    costs: Annotated[Path | None, option("A file of costs, measured if not there.")] = None,
     schedule: Annotated[str | None, option("Balance for the ranks of this schedule.")] = None,
     ranks: Annotated[
         int | None, option("On how many ranks --schedule runs.", "--ranks", "-r")
@@ -78,18 +77,12 @@ def split(
         placement=None if program is None else program.placement,
         in_flight=None if program is None else _peak_in_flight(program),
     )  # fmt: skip
-    if costs is not None and costs.exists():
-        measured = Profile.load(costs)
-    else:
-        measured = _measure(request, runs)
-        if costs is not None:
-            measured.save(costs)
+    measured = _measure(request, runs)
     if program is None or memory_limit or bandwidth or latency:
         counts = balanced(measured, config).counts
     else:
         counts = balance_for(measured, program).counts
     made = f"balanced for {'the slowest stage' if program is None else program.name}"
-    made = f"{made}; measured on {measured.machine}, with {measured.example}"
     plan = measured.plan(counts, made=made)
     if output is not None:
         plan.save(output)
@@ -98,7 +91,7 @@ def split(
         return
     sizes = numbers_of(block=len(measured.blocks), stage=stages)
     times = split_costs(measured, counts, placement=config.placement).rank_time_s
-    _show(plan, config, sizes, times)
+    _show(plan, split_by_counts(measured.blocks, counts), config, sizes, times)
     out.console().print(plan.made, markup=False, soft_wrap=True, style="dim")
     if output is not None:
         typer.echo(f"wrote {output}")
@@ -133,9 +126,16 @@ def _peak_in_flight(program: Program) -> list[int]:
     return found
 
 
-def _show(plan: Plan, config: BalanceConfig, sizes: str, rank_time_s: Sequence[float]) -> None:
+def _show(
+    plan: Plan,
+    groups: Sequence[Sequence[BlockCosts]],
+    config: BalanceConfig,
+    sizes: str,
+    rank_time_s: Sequence[float],
+) -> None:
     """Print a row per stage, and the slowest stage or rank."""
-    rows = [_row(plan, config, stage) for stage in range(plan.num_stages)]
+    time_s = sum(rank_time_s)
+    rows = [_row(plan.stages[i], blocks, config, i, time_s) for i, blocks in enumerate(groups)]
     shown = out.table(*rows[0], numbers=_NUMBERS, title=f"{plan.model}: {sizes}")
     for row in rows:
         shown.add_row(*row.values())
@@ -149,23 +149,30 @@ def _show(plan: Plan, config: BalanceConfig, sizes: str, rank_time_s: Sequence[f
     )
 
 
-def _row(plan: Plan, config: BalanceConfig, stage: int) -> dict[str, str]:
-    """The table row of a stage, by column."""
-    costs, placement = plan.costs[stage], config.placement
+def _row(
+    modules: Sequence[str],
+    blocks: Sequence[BlockCosts],
+    config: BalanceConfig,
+    stage: int,
+    whole_s: float,
+) -> dict[str, str]:
+    """The table row of a stage with these modules and blocks, by column."""
+    placement, time_s = config.placement, sum(block.time_s for block in blocks)
     row = {"stage": f"[bold]{stage}[/]"}
     if placement is not None:
         places = range(stage, placement.num_stages, placement.num_model_stages)
         row["rank"] = ", ".join(str(placement.rank_of(each)) for each in places)
     row |= {
-        "modules": "\n".join(runs_of_names(plan.stages[stage])),
-        "parameters": f"{costs.parameters:,}",
-        "time": out.seconds_text(costs.time_s),
-        "share": f"{costs.time_s / sum(each.time_s for each in plan.costs):.2%}",
-        "activations": out.bytes_text(costs.activation_bytes),
+        "modules": "\n".join(runs_of_names(modules)),
+        "parameters": f"{sum(block.parameters for block in blocks):,}",
+        "time": out.seconds_text(time_s),
+        "share": f"{time_s / whole_s:.2%}",
+        "activations": out.bytes_text(sum(block.activation_bytes for block in blocks)),
     }
     if config.memory_limit is not None:
-        row["holds"] = out.bytes_text(config.held_bytes(costs, config.stage_in_flight[stage]))
-    row["sends"] = out.bytes_text(costs.sent_bytes) if costs.sends else ""
-    times = Counter(costs.sends)
+        flight = config.stage_in_flight[stage]
+        row["holds"] = out.bytes_text(sum(config.held_bytes(block, flight) for block in blocks))
+    row["sends"] = out.bytes_text(blocks[-1].sent_bytes) if blocks[-1].sends else ""
+    times = Counter(blocks[-1].sends)
     row["across"] = "\n".join(f"{n} × {each}" if n > 1 else each for each, n in times.items())
     return row

@@ -9,8 +9,7 @@ reads it. This module imports no torch and chooses no cuts.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
@@ -23,34 +22,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
-    "Plan", "StageCosts", "abbreviate", "did_you_mean", "field_kinds", "prefixes", "read_document",
-    "read_file", "read_table", "read_value", "runs_of_names", "split_by_counts",
+    "Plan", "abbreviate", "did_you_mean", "prefixes", "runs_of_names", "split_by_counts",
     "toml_path",
 ]  # fmt: skip
 
 FORMAT = 1
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCosts:
-    """Costs of one stage per microbatch.
-
-    Args:
-        time_s: the time of its forward and backward, in seconds.
-        parameters: the number of elements in its parameters.
-        parameter_bytes: the bytes of its parameters.
-        activation_bytes: the bytes saved per microbatch from forward to backward.
-        sent_bytes: the bytes sent to later stages; 0 for the last.
-        sends: descriptions of the sent tensors, as ``"float32[2,128,64]"``.
-    """
-
-    time_s: float
-    parameters: int
-    parameter_bytes: int
-    activation_bytes: int
-    sent_bytes: int = 0
-    sends: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +39,9 @@ class Plan:
             buffer outside these modules is listed like a module.
         model: the class name of the model; empty if unknown.
         made: the origin of the plan, as free text.
-        costs: the costs of each stage; empty if unknown.
 
     Raises:
-        PartitionError: there is no stage, an empty stage, a name given twice, or the number of
-            costs is not the number of stages.
+        PartitionError: there is no stage, an empty stage, or a name given twice.
 
     Examples:
         >>> plan = Plan(stages=(("embed", "layers.0"), ("layers.1", "head")), model="Transformer")
@@ -81,11 +56,9 @@ class Plan:
     stages: tuple[tuple[str, ...], ...]
     model: str = ""
     made: str = ""
-    costs: tuple[StageCosts, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(tuple(names) for names in self.stages))
-        object.__setattr__(self, "costs", tuple(self.costs))
         if not self.stages:
             raise PartitionError("the plan has no stages; name the modules of each")
         stage_of: dict[str, int] = {}
@@ -105,10 +78,6 @@ class Plan:
                     f"the plan names {name} (stage {stage_of[name]}) and {parent} (stage "
                     f"{stage_of[parent]}), which holds it; name either"
                 )
-        if self.costs and len(self.costs) != len(self.stages):
-            raise PartitionError(
-                f"the plan has {len(self.stages)} stages, but the costs of {len(self.costs)}"
-            )
 
     @property
     def num_stages(self) -> int:
@@ -174,7 +143,13 @@ class Plan:
         Raises:
             PartitionError: there is no such file, or it holds no plan.
         """
-        return read_file(toml_path(path), cls.from_toml, "plan; `penstock split -o` writes one")
+        path = toml_path(path)
+        try:
+            return cls.from_toml(path.read_text(encoding="utf-8-sig"))
+        except FileNotFoundError as error:
+            raise PartitionError(f"{path}: no such plan; `penstock split -o` writes one") from error
+        except (PartitionError, OSError, UnicodeDecodeError) as error:
+            raise PartitionError(f"{path}: {error}") from error
 
     def to_toml(self) -> str:
         """The plan as TOML."""
@@ -198,9 +173,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, in the form of a file."""
-        stages: list[dict[str, Any]] = [{"modules": list(names)} for names in self.stages]
-        for stage, costs in zip(stages, self.costs, strict=False):
-            stage |= dataclasses.asdict(costs) | {"sends": list(costs.sends)}
+        stages = [{"modules": list(names)} for names in self.stages]
         return {"penstock_plan": FORMAT, "model": self.model, "made": self.made, "stage": stages}
 
     @classmethod
@@ -210,19 +183,34 @@ class Plan:
         Raises:
             PartitionError: an entry is missing, unknown, or of another type.
         """
-        kinds = {"model": "str", "made": "str", "stage": "list"}
-        file = read_document(data, "penstock_plan", FORMAT, kinds, default=FORMAT)
-        stages, costs = [], []
+        file = _table(data, "the plan", penstock_plan=int, model=str, made=str, stage=list)
+        version = file.pop("penstock_plan", FORMAT)
+        if version != FORMAT:
+            raise PartitionError(
+                f"the plan has format {version}, this version reads {FORMAT}; make it anew"
+            )
+        stages = []
         for index, item in enumerate(file.pop("stage", ())):
             where = f"stage {index} of the plan"
-            kinds = {"modules": "tuple[str, ...]", **field_kinds(StageCosts)}
-            table = read_table(item, where, kinds)
-            stages.append(table.pop("modules", ()))
-            try:
-                costs += [StageCosts(**table)] if table else []
-            except TypeError as error:
-                raise PartitionError(f"the costs of {where} are incomplete: {error}") from error
-        return cls(stages=tuple(stages), costs=tuple(costs), **file)
+            names = _table(item, where, modules=list).get("modules", [])
+            if not all(isinstance(name, str) for name in names):
+                raise PartitionError(f"the modules of {where} are {names!r}, expected names")
+            stages.append(tuple(names))
+        return cls(stages=tuple(stages), **file)
+
+
+def _table(data: object, where: str, **types: type) -> dict[str, Any]:
+    """The values of a table, each of its type; refuses unknown keys."""
+    if not isinstance(data, Mapping):
+        raise PartitionError(f"{where} is {data!r}, expected a table")
+    unknown = sorted(set(data) - set(types))
+    if unknown:
+        raise PartitionError(f"{where} has the unknown keys {unknown}, known are {sorted(types)}")
+    for key, value in data.items():
+        if type(value) is not types[key]:  # True is no int here
+            expected = types[key].__name__
+            raise PartitionError(f"{key} of {where} is {value!r}, expected a {expected}")
+    return dict(data)
 
 
 def toml_path(path: str | Path) -> Path:
@@ -230,64 +218,6 @@ def toml_path(path: str | Path) -> Path:
     if Path(path).suffix != ".toml":
         raise PartitionError(f"{path}: a plan is a .toml file; name it so")
     return Path(path)
-
-
-# --- reading files ------------------------------------------------------------------------------
-
-
-def read_file(path: Path, read: Callable[[str], T], what: str) -> T:
-    """Apply ``read`` to the text of a file; ``what`` is its kind and origin, if it is missing."""
-    try:
-        return read(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError as error:
-        raise PartitionError(f"{path}: no such {what}") from error
-    except (PartitionError, OSError, UnicodeDecodeError) as error:
-        raise PartitionError(f"{path}: {error}") from error
-
-
-def read_document(
-    data: object, key: str, version: int, kinds: Mapping[str, str], default: int | None = None
-) -> dict[str, Any]:
-    """The values of a file by key, as of ``read_table``, whose version stands under ``key``."""
-    where = f"the {key.removeprefix('penstock_')}"
-    file = read_table(data, where, {key: "version", **kinds})
-    found = file.pop(key, default)
-    if found != version or isinstance(found, bool):
-        raise PartitionError(
-            f"{where} has format {found!r}, this version reads {version}; make it anew"
-        )
-    return file
-
-
-def read_table(data: object, where: str, kinds: Mapping[str, str]) -> dict[str, Any]:
-    """The values of a table, each checked by its kind; refuses unknown keys."""
-    if not isinstance(data, Mapping):
-        raise PartitionError(f"{where} is {data!r}, expected a table")
-    odd = sorted(set(data) - set(kinds))
-    if odd:
-        raise PartitionError(f"{where} has the unknown keys {odd}, known are {sorted(kinds)}")
-    return {key: read_value(data[key], kinds[key], f"{key} of {where}") for key in data}
-
-
-def read_value(value: Any, kind: str, what: str) -> Any:
-    """``value`` as a value of the kind ``"str"``, ``"tuple[str, ...]"``, ``"list"``, ``"version"``
-    (unchecked), or else a finite number ≥ 0."""
-    is_list = isinstance(value, (list, tuple))
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    expected, is_fine = {
-        "version": ("", True),
-        "str": ("a string", isinstance(value, str)),
-        "list": ("a list of tables", is_list),
-        "tuple[str, ...]": ("a list of names", is_list and all(isinstance(v, str) for v in value)),
-    }.get(kind, ("a number ≥ 0", is_number and 0 <= value < float("inf")))
-    if not is_fine:
-        raise PartitionError(f"{what} is {value!r}, expected {expected}")
-    return tuple(value) if is_list else value
-
-
-def field_kinds(cls: type[Any]) -> dict[str, str]:
-    """The kinds of a dataclass's fields, as ``read_table`` takes them."""
-    return {field.name: str(field.type) for field in dataclasses.fields(cls)}
 
 
 # --- names --------------------------------------------------------------------------------------

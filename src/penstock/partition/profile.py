@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import platform
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
@@ -41,7 +40,7 @@ from penstock.partition.profiled_model import (
     sent_of,
 )
 from penstock.partition.sequential import is_sequence
-from penstock.partition.spec import Example, describe
+from penstock.partition.spec import Example
 from penstock.stage.pytree import map_tensors, tensors_of
 
 __all__ = ["OnProgress", "measure_model", "profile"]
@@ -112,8 +111,6 @@ def profile(
             for i, block in enumerate(blocks)
         ),
         model=name,
-        machine=_machine(profiled.device),
-        example=describe(example),
     )
 
 
@@ -206,7 +203,6 @@ def _costs_of(
     )
     return BlockCosts(
         modules=(*loose, *names),
-        classes=tuple(type(leaf.module).__name__ for leaf in block),
         forward_s=forward_s,
         input_grad_s=input_grad_s,
         weight_grad_s=weight_grad_s,
@@ -220,15 +216,6 @@ def _costs_of(
         sent_bytes=sent[0],
         sends=sent[1],
     )
-
-
-def _machine(device: torch.device) -> str:
-    """A description of the machine and the version of torch."""
-    if device.type == "cuda":
-        where = torch.cuda.get_device_name(device)
-    else:
-        where = f"{device.type} ({platform.machine()}), {torch.get_num_threads()} threads"
-    return f"{where}, torch {torch.__version__}"
 
 
 # --- as Pipeline measures -----------------------------------------------------------------------

@@ -21,7 +21,6 @@ from penstock.errors import PartitionError
 from penstock.partition.balance.chain import Chain, least_bottleneck, most_even
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.shared_ranks import SharedChain, best_split
-from penstock.partition.plan import StageCosts
 from penstock.schedule.placement import Placement
 from penstock.simulate.memory import held_bytes
 
@@ -124,8 +123,8 @@ class BalanceConfig:
         most = self.num_stages if self.microbatches is None else self.microbatches
         return tuple(min(self.num_stages - stage, most) for stage in range(self.num_stages))
 
-    def held_bytes(self, costs: BlockCosts | StageCosts, in_flight: int) -> float:
-        """The bytes held by a block or a stage."""
+    def held_bytes(self, costs: BlockCosts, in_flight: int) -> float:
+        """The bytes held by a block."""
         resident = self.state_factor * costs.parameter_bytes
         return held_bytes(in_flight, activation=costs.activation_bytes, resident=resident)
 

@@ -9,34 +9,13 @@ does) and solves nothing (`balance` does); it imports no torch.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, fields
 
 from penstock.errors import PartitionError
-from penstock.partition.plan import (
-    Plan,
-    StageCosts,
-    abbreviate,
-    field_kinds,
-    read_document,
-    read_file,
-    read_table,
-    read_value,
-    split_by_counts,
-)
+from penstock.partition.plan import Plan, abbreviate, split_by_counts
 
 __all__ = ["BlockCosts", "Profile"]
-
-FORMAT = 1
-TEXTS = ("model", "machine", "example")
-NUMBERS = (
-    "forward_s", "input_grad_s", "weight_grad_s", "backward_s", "deferral_s", "activation_bytes",
-    "temporary_bytes", "weight_grad_bytes", "parameters", "parameter_bytes", "sent_bytes",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +24,6 @@ class BlockCosts:
 
     Args:
         modules: the qualified names of its modules, in the order in which they run.
-        classes: the class name of each module.
         forward_s: the time of its forward F.
         input_grad_s: the time of the input-gradient part I of its backward.
         weight_grad_s: the time of the weight-gradient part W of its backward.
@@ -69,7 +47,6 @@ class BlockCosts:
     """
 
     modules: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()
     forward_s: float = 0.0
     input_grad_s: float = 0.0
     weight_grad_s: float = 0.0
@@ -84,8 +61,10 @@ class BlockCosts:
     sends: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in NUMBERS:
-            read_value(getattr(self, name), "number", f"{name} of {self.name}")
+        for name in (each.name for each in fields(self) if each.name not in ("modules", "sends")):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and 0 <= value < float("inf")):
+                raise PartitionError(f"{name} of {self.name} is {value!r}, expected a number ≥ 0")
 
     @property
     def name(self) -> str:
@@ -105,8 +84,6 @@ class Profile:
     Args:
         blocks: the blocks in the order in which they run.
         model: the class name of the model.
-        machine: the machine of the measurement, as free text.
-        example: the microbatch of the measurement, as free text.
 
     Raises:
         PartitionError: there are no blocks.
@@ -114,8 +91,6 @@ class Profile:
 
     blocks: tuple[BlockCosts, ...]
     model: str = ""
-    machine: str = ""
-    example: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
@@ -148,63 +123,5 @@ class Profile:
                 "at least one per stage"
             )
         groups = split_by_counts(self.blocks, counts)
-        return Plan(
-            stages=tuple(
-                tuple(name for block in group for name in block.modules) for group in groups
-            ),
-            model=self.model,
-            made=made,
-            costs=tuple(_stage_costs(group) for group in groups),
-        )
-
-    # --- files ---------------------------------------------------------------------------------
-
-    def save(self, path: str | Path) -> None:
-        """Write the profile to a JSON file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """Read a profile from a JSON file.
-
-        Raises:
-            PartitionError: there is no such file, or it holds no profile.
-        """
-        hint = "profile; `penstock split --costs` and Profile.save write one"
-        return read_file(Path(path), cls.from_json, hint)
-
-    def to_json(self) -> str:
-        """The profile as JSON."""
-        blocks = [dataclasses.asdict(block) for block in self.blocks]
-        texts = {name: getattr(self, name) for name in TEXTS}
-        return json.dumps({"penstock_profile": FORMAT, **texts, "blocks": blocks}, indent=2) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Profile:
-        """Parse the text of ``to_json``.
-
-        Raises:
-            PartitionError: the text is not JSON, or no profile.
-        """
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise PartitionError(f"not JSON: {error}") from error
-        kinds = dict.fromkeys(TEXTS, "str") | {"blocks": "list"}
-        file = read_document(data, "penstock_profile", FORMAT, kinds)
-        blocks = (_block_from(b, f"block {i}") for i, b in enumerate(file.pop("blocks", ())))
-        return cls(blocks=tuple(blocks), **file)
-
-
-def _stage_costs(blocks: Sequence[BlockCosts]) -> StageCosts:
-    summed = ("time_s", "parameters", "parameter_bytes", "activation_bytes")
-    sums: dict[str, Any] = {name: sum(getattr(each, name) for each in blocks) for name in summed}
-    return StageCosts(**sums, sent_bytes=blocks[-1].sent_bytes, sends=blocks[-1].sends)
-
-
-def _block_from(data: object, where: str) -> BlockCosts:
-    entry = read_table(data, where, field_kinds(BlockCosts))
-    missing = [name for name in NUMBERS if name not in entry]
-    if missing:
-        raise PartitionError(f"{where} lacks {missing}; measure anew")
-    return BlockCosts(**entry)
+        stages = tuple(tuple(name for block in group for name in block.modules) for group in groups)
+        return Plan(stages=stages, model=self.model, made=made)
