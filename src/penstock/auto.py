@@ -252,14 +252,11 @@ def _least_s(run: Callable[[], object], device: torch.device) -> float:
 def _balance(
     spec: PipelineSpec, program: Program, measured: _Measured
 ) -> tuple[SplitSpec, Forecast]:
-    found = balance_for(measured.profile, program)
-    logger.info(
-        "split='auto': blocks per stage %s; the busiest rank takes %.3g s per microbatch, all "
-        "together %.3g s", list(found.counts), found.bottleneck_s, sum(found.rank_time_s),
-    )  # fmt: skip
-    plan = measured.profile.plan(found.counts, made=f"balanced on this machine, for {program.name}")
+    counts = balance_for(measured.profile, program)
+    logger.info("split='auto': blocks per stage %s", list(counts))
+    plan = measured.profile.plan(counts, made=f"balanced on this machine, for {program.name}")
     placement = program.placement
-    groups = split_by_counts(measured.profile.blocks, found.counts)
+    groups = split_by_counts(measured.profile.blocks, counts)
     directions = placement.num_stages // placement.num_model_stages
     return SplitSpec.parse(plan), _forecast(spec, program, groups * directions, measured)
 

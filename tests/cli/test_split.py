@@ -263,7 +263,7 @@ def test_a_large_model_is_not_made_by_surprise(capsys: pytest.CaptureFixture[str
         (["mine:number", "-s", "2"], "mine has no function 'number'"),
         (["mine:model_alone", "-s", "2"], "expected (model, example)"),
         (["not_there:tiny", "-s", "2"], "No module named 'not_there'"),
-        (["mine:tiny", "-s", "2", "--ranks", "2"], "a --schedule runs; name one"),
+        (["mine:tiny", "-s", "2", "--ranks", "2"], "of a --schedule; name one"),
         (
             ["mine:tiny", "-s", "3", "--schedule", "zbv"],
             "3 stages, but zbv on 1 rank with 2 per rank needs 2",
@@ -315,12 +315,15 @@ def test_the_ranks_of_a_schedule_are_balanced(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.usefixtures("costs")
 def test_memory_is_that_of_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
-    """A rank holds the parameters of both its stages, and what the schedule has in flight."""
-    options = ["-s", "4", "--schedule", "zbv", "--state-factor", "1", "-m", "8"]
-    run("mine:tiny", *options, "--memory-limit", "15kB")
-    assert "holds" in capsys.readouterr().out
+    """GPipe has all microbatches in flight on both stages."""
+    options = ["-s", "2", "--schedule", "gpipe", "--state-factor", "1", "-m", "8"]
+    run("mine:tiny", *options, "--memory-limit", "40kB")
+    out = capsys.readouterr().out
+    assert "33.9 kB" in out  # 512 + 4 × 352 + 8 × 4000
     told = error_of(capsys, "mine:tiny", *options, "--memory-limit", "3kB")
-    assert "the least found to work is" in told
+    assert "the least that works is" in told
+    told = error_of(capsys, "mine:tiny", "-s", "4", "--schedule", "zbv", "--memory-limit", "1GB")
+    assert "--memory-limit is for one stage on each rank, zbv has several" in told
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import random
 import time
 import warnings
 from collections import OrderedDict
-from itertools import accumulate, combinations, count
+from itertools import accumulate, combinations, count, pairwise
 from typing import Any
 
 import pytest
@@ -23,7 +23,6 @@ from penstock.partition.blocks import gather, leaf_modules
 from penstock.partition.forward.by_module import split_by_module
 from penstock.partition.profile import profile
 from penstock.partition.profiled_model import ObservedPass, ProfiledModel
-from penstock.schedule.placement import Placement, linear, looped, v_shape
 from tests.real_models import REAL_MODELS
 
 DIM = 8
@@ -467,18 +466,6 @@ def test_it_measures_within_no_grad_too() -> None:
 # --- progress, files, mistakes -----------------------------------------------------------------
 
 
-def test_progress_is_reported() -> None:
-    told: list[tuple[int, int, str]] = []
-    profile(Tiny(), tokens(), runs=2, progress=lambda *step: told.append(step))
-    assert told == [
-        (0, 4, "which blocks run when"),
-        (1, 4, "warm-up"),
-        (2, 4, "run 1 of 2"),
-        (3, 4, "run 2 of 2"),
-        (4, 4, "done"),
-    ]
-
-
 class Aside(nn.Module):
     """Its layers' weights are used, the layers never called."""
 
@@ -539,15 +526,13 @@ def test_costs_are_numbers() -> None:
 # --- uneven real models, against every split there is -------------------------------------------
 
 
-def brute_force(measured: Profile, placement: Placement) -> float:
-    """What the busiest rank does at least, over all splits."""
-    num_stages, times = placement.num_stages, [block.time_s for block in measured.blocks]
-    sums = [0.0, *accumulate(times)]
-    held = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
+def brute_force(measured: Profile, num_stages: int) -> float:
+    """What the slowest stage takes at least, over all splits."""
+    sums = [0.0, *accumulate(block.time_s for block in measured.blocks)]
+    last = len(measured.blocks)
     return min(
-        max(sum(sums[ends[s + 1]] - sums[ends[s]] for s in stages) for stages in held)
-        for cuts in combinations(range(1, len(times)), num_stages - 1)
-        for ends in [(0, *cuts, len(times))]
+        max(sums[j] - sums[i] for i, j in pairwise((0, *cuts, last)))
+        for cuts in combinations(range(1, last), num_stages - 1)
     )
 
 
@@ -593,7 +578,6 @@ BLOCKS = {
     "resnet50": 15,  # the first three are too small to be a trunk
     "unet": 9,
 }
-PLACEMENTS = [linear(2), linear(4), linear(6), looped(2, 2), v_shape(2), v_shape(3)]
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -602,12 +586,10 @@ def test_uneven_real_models_come_out_at_the_optimum(name: str) -> None:
     assert len(measured.blocks) == BLOCKS[name]
     times = [block.time_s for block in measured.blocks]
     assert max(times) > 1.5 * min(times)  # uneven indeed
-    for placement in PLACEMENTS:
-        found = balance(measured, placement.num_stages, placement=placement)
-        assert found.is_proven
-        best = brute_force(measured, placement)
-        assert found.bottleneck_s <= 1.02 * best  # what is promised
-        assert found.bottleneck_s == pytest.approx(best, rel=1e-9)  # and what is kept
+    for num_stages in (2, 4, 6):
+        found = balance(measured, num_stages)
+        best = brute_force(measured, num_stages)
+        assert found.bottleneck_s == pytest.approx(best, rel=1e-9)
         measured.plan(found.counts).check(model)
 
 

@@ -16,7 +16,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,11 +43,9 @@ from penstock.partition.sequential import is_sequence
 from penstock.partition.spec import Example
 from penstock.stage.pytree import map_tensors, tensors_of
 
-__all__ = ["OnProgress", "measure_model", "profile"]
+__all__ = ["measure_model", "profile"]
 
 logger = logging.getLogger(__name__)
-
-OnProgress: TypeAlias = Callable[[int, int, str], None]
 
 
 def profile(
@@ -56,7 +54,6 @@ def profile(
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
     runs: int = 5,
-    progress: OnProgress | None = None,
 ) -> Profile:
     """Measure the costs of each block of a model per microbatch, on the model's device.
 
@@ -68,7 +65,6 @@ def profile(
         loss_fn: a function from the model's output to the loss, counted with the last block. None
             for the output's ``loss`` if it has one, else the sum of all outputs.
         runs: the number of measurements, after one warm-up; the median counts.
-        progress: called with the steps done, the steps in all, and the name of the next one.
 
     Returns:
         The costs of all blocks, in execution order. If the model can't be cut by module, a block's
@@ -96,9 +92,7 @@ def profile(
     profiled = ProfiledModel(model, leaves, example, loss_fn)
     snapshot = ModuleSnapshot(model)
     try:
-        run, medians, memory = _measure(
-            profiled, runs, progress or (lambda done, total, what: None)
-        )
+        run, medians, memory = _measure(profiled, runs)
     finally:
         snapshot.restore()
     blocks = gather(leaves, run.order)
@@ -115,20 +109,17 @@ def profile(
 
 
 def _measure(
-    profiled: ProfiledModel, runs: int, report: OnProgress
+    profiled: ProfiledModel, runs: int
 ) -> tuple[ProfileRun, list[Times], tuple[tuple[int, ...], tuple[int, ...]]]:
     """One run without timing; the medians of ``measure_times`` over runs after a warm-up; and
     ``measure_memory``."""
-    report(0, runs + 2, "which blocks run when")
     run = profiled.on_own_state(lambda: run_profiled(profiled))
     above = profiled.on_own_state(lambda: _hold_memory(profiled))
-    measured = []
-    for i in range(runs + 1):
-        report(i + 1, runs + 2, f"run {i} of {runs}" if i else "warm-up")
-        measured.append(profiled.on_own_state(lambda: measure_times(profiled, run)))
+    measured = [
+        profiled.on_own_state(lambda: measure_times(profiled, run)) for _ in range(runs + 1)
+    ]
     memory = profiled.on_own_state(lambda: measure_memory(profiled, run))
     del above
-    report(runs + 2, runs + 2, "done")
     return run, list(map(_median_times, zip(*measured[1:], strict=True))), memory
 
 

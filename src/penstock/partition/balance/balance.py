@@ -1,34 +1,37 @@
-"""The best split of a chain of blocks into stages, for given costs.
+"""The best split of a chain of blocks into stages, one on each rank, for given costs.
 
-    chain.py           one stage on each rank: exact, by dynamic programming
-    shared_ranks.py    several: local search, and enumeration within a budget
+    blocks      3  1  1  1  1  5           three stages
+    greedy      3  1 │ 1  1  1 │ 5         bottleneck 5
+    by count    3  1 │ 1  1 │ 1  5         bottleneck 6
 
-This module knows neither models nor devices, and imports no torch.
+    best(s, j) = min over i of max(best(s - 1, i), load of the blocks i to j)
+
+Dynamic programming over (stages used, blocks used), one array operation per stage. For ranks with
+several stages see ``for_program``. This module knows no models or devices, and imports no torch.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.errors import PartitionError
-from penstock.partition.balance.chain import Chain, least_bottleneck, most_even
 from penstock.partition.balance.costs import BlockCosts, Profile
-from penstock.partition.balance.shared_ranks import SharedChain, best_split
-from penstock.schedule.placement import Placement
 from penstock.simulate.memory import held_bytes
 
-__all__ = ["Balance", "BalanceConfig", "balance", "balanced", "split_costs"]
+__all__ = ["Balance", "balance"]
 
 # Sums of the same numbers in another order differ in their last bits.
 MORE = 1 + 1e-12
 BlockTimes: TypeAlias = Profile | Sequence[BlockCosts] | Sequence[float]
+Array: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,143 +40,41 @@ class Balance:
 
     Args:
         counts: the number of blocks per stage, in order.
-        time_s: per stage its forward, backward and transfers of one microbatch.
+        time_s: per stage its forward and backward of one microbatch.
         held_bytes: per stage its parameters and activations in flight.
-        rank_time_s: per rank the time of its stages together, for one microbatch.
-        is_proven: True if no split is better; always True with one stage on each rank.
     """
 
     counts: tuple[int, ...]
     time_s: tuple[float, ...]
     held_bytes: tuple[float, ...]
-    rank_time_s: tuple[float, ...]
-    is_proven: bool = True
 
     @property
     def bottleneck_s(self) -> float:
-        """The time of the busiest rank."""
-        return max(self.rank_time_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BalanceConfig:
-    """The constraints of a split: the arguments of ``balance``."""
-
-    num_stages: int
-    placement: Placement | None = None
-    memory_limit: float | Sequence[float] | None = None
-    in_flight: Sequence[int] | None = None
-    state_factor: float = 1.0
-    bandwidth: float | None = None
-    latency_s: float = 0.0
-    microbatches: int | None = None
-
-    def __post_init__(self) -> None:
-        num, placement, limit = self.num_stages, self.placement, self.memory_limit
-        flights, per = self.in_flight, "rank" if self.shares_ranks else "stage"
-        _require(num >= 1, f"num_stages is {num}, expected at least 1")
-        is_fine = self.bandwidth is None or self.bandwidth > 0
-        _require(is_fine, f"bandwidth is {self.bandwidth}, expected bytes per second > 0, or None")
-        for name in ("latency_s", "state_factor"):
-            value = getattr(self, name)
-            _require(0 <= value < math.inf, f"{name} is {value}, expected a number ≥ 0")
-        is_fine = self.microbatches is None or self.microbatches >= 1
-        _require(is_fine, f"microbatches is {self.microbatches}, expected at least 1")
-        placed = num if placement is None else placement.num_model_stages
-        _require(
-            placed == num,
-            f"the placement is one of {placed} stages, but num_stages is {num}",
-        )
-        given = len(limit) if isinstance(limit, Sequence) else self.num_ranks
-        _require(
-            given == self.num_ranks,
-            f"memory_limit has {given} numbers for {self.num_ranks} {per}s; give one per {per}, or "
-            "one for all",
-        )
-        is_fine = all(each > 0 for each in self.limits)
-        _require(is_fine, f"memory_limit is {limit}, expected bytes > 0")
-        is_fine = flights is None or (len(flights) == num and min(flights) >= 0)
-        _require(is_fine, f"in_flight is {flights}, expected {num} numbers ≥ 0, one per stage")
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks."""
-        return self.num_stages if self.placement is None else self.placement.num_ranks
-
-    @property
-    def shares_ranks(self) -> bool:
-        """True if a rank holds several stages."""
-        placement = self.placement
-        return placement is not None and placement.num_stages > placement.num_ranks
-
-    @property
-    def limits(self) -> tuple[float, ...]:
-        """The memory limit of each rank, by stage if each stage has its own rank."""
-        limit = math.inf if self.memory_limit is None else self.memory_limit
-        limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * self.num_ranks
-        if self.placement is None or self.shares_ranks:
-            return limits
-        return tuple(limits[rank] for rank in self.placement.stage_ranks)
-
-    @property
-    def stage_in_flight(self) -> tuple[int, ...]:
-        """The microbatches in flight on each stage: 1F1B's by default."""
-        if self.in_flight is not None:
-            return tuple(self.in_flight)
-        most = self.num_stages if self.microbatches is None else self.microbatches
-        return tuple(min(self.num_stages - stage, most) for stage in range(self.num_stages))
-
-    def held_bytes(self, costs: BlockCosts, in_flight: int) -> float:
-        """The bytes held by a block."""
-        resident = self.state_factor * costs.parameter_bytes
-        return held_bytes(in_flight, activation=costs.activation_bytes, resident=resident)
-
-    def crossing_s(self, sent_bytes: float) -> float:
-        """The time to send activations forward, and their gradients back."""
-        return 2 * (self.latency_s + (sent_bytes / self.bandwidth if self.bandwidth else 0.0))
-
-
-def _require(fine: bool, message: str) -> None:
-    if not fine:
-        raise PartitionError(message)
+        """The time of the slowest stage."""
+        return max(self.time_s)
 
 
 def balance(
     costs: BlockTimes,
     num_stages: int,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: float | None = None,
     *,
-    placement: Placement | None = None,
     in_flight: Sequence[int] | None = None,
     state_factor: float = 1.0,
-    bandwidth: float | None = None,
-    latency_s: float = 0.0,
-    microbatches: int | None = None,
 ) -> Balance:
-    """Find the split of a chain of blocks into stages whose busiest rank is least busy.
+    """Find the split of a chain of blocks into stages whose slowest stage is quickest.
 
-    Of equally good splits, the most even one.
-
-    With one stage on each rank the split is optimal. With several, the problem is NP-hard: up to
-    about fifty blocks on four ranks the split is proven optimal (``is_proven``), larger problems
-    get a split within 2 % of the optimum wherever it is known.
+    Of equally good splits, the most even one. For ranks with several stages,
+    ``Pipeline(split="auto")`` and ``penstock split --schedule`` balance for the schedule.
 
     Args:
         costs: a profile, the costs of its blocks, or one number per block, in order.
-        num_stages: the number of stages, none of them empty.
-        memory_limit: the bytes that a rank may hold, one number for all or one per rank. A rank
-            holds ``state_factor`` times its parameters, plus its activations times the microbatches
-            in flight.
-        placement: the ranks of the stages, as in ``program.placement``; None for one rank per
-            stage.
-        in_flight: the microbatches in flight on each stage; None for 1F1B's, ``num_stages - stage``
-            but at most ``microbatches``.
+        num_stages: the number of stages, none of them empty, each on its own rank.
+        memory_limit: the bytes that a stage may hold: ``state_factor`` times its parameters, plus
+            its activations times the microbatches in flight.
+        in_flight: the microbatches in flight on each stage; None for ``num_stages - stage``, as in
+            1F1B.
         state_factor: bytes held per byte of parameters: 2 with gradients, 4 with Adam's moments.
-        bandwidth: bytes per second between ranks. A cut is crossed twice per microbatch, and
-            occupies the ranks on both sides; a cut within a rank is free. None for no transfer
-            time.
-        latency_s: the fixed time of each transfer.
-        microbatches: microbatches per step.
 
     Raises:
         PartitionError: there are more stages than blocks, or no split fits the memory limit; the
@@ -184,40 +85,46 @@ def balance(
         (2, 3, 1)
         >>> balance([3, 1, 1, 1, 1, 5], 2).bottleneck_s
         6.0
-        >>> from penstock.schedule.placement import v_shape
-        >>> found = balance([3, 1, 1, 1, 1, 5], 4, placement=v_shape(2))
-        >>> found.counts, found.rank_time_s, found.is_proven
-        ((1, 2, 2, 1), (8.0, 4.0), True)
 
     Source: arXiv:1806.03377 (PipeDream), sec. 3.1, for the dynamic program over a chain of layers.
     """
-    config = BalanceConfig(
-        num_stages=num_stages, placement=placement, memory_limit=memory_limit,
-        in_flight=in_flight, state_factor=state_factor, bandwidth=bandwidth, latency_s=latency_s,
-        microbatches=microbatches,
-    )  # fmt: skip
-    return balanced(costs, config)
-
-
-def balanced(costs: BlockTimes, config: BalanceConfig) -> Balance:
-    """The best split under this configuration; see ``balance``."""
     blocks = _blocks_of(costs)
-    chain = _chain_of(blocks, config)
-    if config.shares_ranks:
-        ends, is_proven = _shared_ends(chain, config)
-    else:
-        ends, is_proven = _own_ends(chain, config), True
-    return _balance_of(blocks, chain, config, ends, is_proven)
-
-
-def split_costs(
-    costs: BlockTimes, counts: Sequence[int], *, placement: Placement | None = None
-) -> Balance:
-    """The costs of a given split, without transfers; arguments are those of ``balance``."""
-    config = BalanceConfig(num_stages=len(counts), placement=placement)
-    blocks = _blocks_of(costs)
-    ends = list(accumulate(counts, initial=0))
-    return _balance_of(blocks, _chain_of(blocks, config), config, ends, is_proven=False)
+    flights = range(num_stages, 0, -1) if in_flight is None else in_flight
+    limit = math.inf if memory_limit is None else memory_limit
+    if not 1 <= num_stages <= len(blocks):
+        raise PartitionError(
+            f"{len(blocks)} blocks can't make {num_stages} stages: expected 1 to {len(blocks)}"
+        )
+    if len(flights) != num_stages or min(flights) < 0:
+        raise PartitionError(f"in_flight is {flights}, expected {num_stages} numbers ≥ 0")
+    if not (limit > 0 and 0 <= state_factor < math.inf):
+        raise PartitionError(
+            f"memory_limit={memory_limit}, state_factor={state_factor}: expected numbers above 0"
+        )
+    spans = _between(block.time_s for block in blocks)
+    held = [
+        _between(
+            held_bytes(n, activation=b.activation_bytes, resident=state_factor * b.parameter_bytes)
+            for b in blocks
+        )
+        for n in flights
+    ]
+    loads = [np.where(each <= limit, spans, math.inf) for each in held]
+    bottleneck = _least_bottleneck(loads)
+    if bottleneck == math.inf:
+        least = math.ceil(_least_bottleneck(held) * (1 - 4 * sys.float_info.epsilon))
+        raise PartitionError(
+            f"no split of {len(blocks)} blocks into {num_stages} stages keeps to "
+            f"memory_limit={round(limit)} bytes with {list(flights)} microbatches in flight; the "
+            f"least that works is {least}; or make more stages, or smaller microbatches, or "
+            "recompute activations"
+        )
+    stages = list(pairwise(_most_even(loads, bottleneck * MORE)))
+    return Balance(
+        counts=tuple(j - i for i, j in stages),
+        time_s=tuple(float(spans[stage]) for stage in stages),
+        held_bytes=tuple(float(each[stage]) for each, stage in zip(held, stages, strict=True)),
+    )
 
 
 def _blocks_of(costs: BlockTimes) -> Sequence[BlockCosts]:
@@ -230,86 +137,36 @@ def _blocks_of(costs: BlockTimes) -> Sequence[BlockCosts]:
     ]
 
 
-def _chain_of(blocks: Sequence[BlockCosts], config: BalanceConfig) -> Chain:
-    if len(blocks) < config.num_stages:
-        raise PartitionError(
-            f"{len(blocks)} blocks can't make {config.num_stages} stages, since no stage may be "
-            f"empty; the most that works is num_stages={len(blocks)}"
-        )
-    held = [
-        list(accumulate((config.held_bytes(block, flight) for block in blocks), initial=0.0))
-        for flight in config.stage_in_flight
-    ]
-    times = list(accumulate((block.time_s for block in blocks), initial=0.0))
-    crossings = [0.0, *(config.crossing_s(block.sent_bytes) for block in blocks[:-1]), 0.0]
-    return Chain(times, crossings, held, config.limits)
+def _between(amounts: Iterable[float]) -> Array:
+    """The sum over the blocks i to j; infinite without a block."""
+    sums = np.array(list(accumulate(amounts, initial=0.0)))
+    return np.where(np.tri(len(sums), dtype=bool), math.inf, sums[None, :] - sums[:, None])
 
 
-def _own_ends(chain: Chain, config: BalanceConfig) -> list[int]:
-    """The ends of stages with one rank per stage."""
-    max_load = least_bottleneck(chain.loads()) * MORE
-    if max_load == math.inf:
-        share = least_bottleneck(chain.fullness())
-        raise _no_room(chain, config, "the least that works", share)
-    return most_even(chain, max_load)
+def _least_bottleneck(loads: Iterable[Array]) -> float:
+    """The least possible load of the busiest stage, from each stage's load [start, end];
+    infinite if no split is feasible."""
+    best: Array | None = None
+    for load in loads:
+        best = load[0] if best is None else np.maximum(best[:, None], load).min(axis=0)
+    assert best is not None, "a chain has stages"
+    return float(best[-1])
 
 
-def _shared_ends(chain: Chain, config: BalanceConfig) -> tuple[list[int], bool]:
-    """The ends of stages that share ranks, and True if they are proven optimal."""
-    assert config.placement is not None, "it says which ranks they share"
-    problem = SharedChain(chain, config.placement)
-    # Start from the best split for one rank per stage.
-    bottleneck = least_bottleneck(chain.loads(is_limited=False))
-    begin = most_even(chain, bottleneck * MORE, is_limited=False)
-    ends, is_proven = best_split(problem, begin)
-    fullest, *_ = problem.value(np.array(ends))
-    if fullest > 1:
-        raise _no_room(chain, config, "the least found to work", fullest)
-    return ends, is_proven
-
-
-def _balance_of(
-    blocks: Sequence[BlockCosts],
-    chain: Chain,
-    config: BalanceConfig,
-    ends: list[int],
-    is_proven: bool,
-) -> Balance:
-    spans, num_stages = list(pairwise(ends)), chain.num_stages
-    ranks = range(num_stages) if config.placement is None else config.placement.stage_ranks
-    loads: list[list[float]] = [[] for _ in range(config.num_ranks)]
-    time_s = []
-    for stage, rank in enumerate(ranks):
-        i, j = spans[stage % num_stages]
-        parts = [block.time_s for block in blocks[i:j]]
-        for cut, other in ((i, stage - 1), (j, stage + 1)):
-            if 0 < cut < chain.num_blocks and ranks[other] != rank:
-                parts.append(float(chain.crossings[cut]))
-        time_s.append(math.fsum(parts))
-        loads[rank] += parts
-    # A microbatch passes only one direction of the placement.
-    directions = len(ranks) // num_stages
-    held = [
-        float(chain.held[stage][j] - chain.held[stage][i]) for stage, (i, j) in enumerate(spans)
-    ]
-    return Balance(
-        counts=tuple(j - i for i, j in spans),
-        time_s=tuple(time_s[:num_stages]),
-        held_bytes=tuple(held),
-        rank_time_s=tuple(math.fsum(load) / directions for load in loads),
-        is_proven=is_proven,
-    )
-
-
-def _no_room(chain: Chain, config: BalanceConfig, known: str, share: float) -> PartitionError:
-    """The error for an infeasible memory limit; ``share`` times the limit would be feasible."""
-    # Convert shares back to bytes, which are whole numbers up to rounding errors.
-    least = [math.ceil(limit * share * (1 - 4 * sys.float_info.epsilon)) for limit in config.limits]
-    given = [round(limit) for limit in config.limits]
-    shown, works = (each if len(set(given)) > 1 else each[0] for each in (given, least))
-    return PartitionError(
-        f"no split of {chain.num_blocks} blocks into {chain.num_stages} stages keeps to "
-        f"memory_limit={shown} bytes with {list(config.stage_in_flight)} microbatches in flight; "
-        f"{known} is {works}; or make more stages, or smaller microbatches, "
-        "or recompute activations"
-    )
+def _most_even(loads: Iterable[Array], max_load: float) -> list[int]:
+    """The ends, from 0 on, of the split with loads of at most ``max_load`` that has the least sum
+    of squared loads."""
+    starts: list[list[int]] = []
+    squares: Array | None = None
+    for load in loads:
+        last = len(load) - 1
+        if squares is None:
+            squares = np.where(np.arange(last + 1) == 0, 0.0, math.inf)
+        sums = np.where(load <= max_load, load**2, math.inf) + squares[:, None]
+        squares = sums.min(axis=0)
+        # The shortest of equally good stages.
+        starts.append((last - sums[::-1].argmin(axis=0)).tolist())
+    ends = [last]
+    for start_of in reversed(starts):
+        ends.append(start_of[ends[-1]])
+    return ends[::-1]

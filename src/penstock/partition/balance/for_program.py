@@ -13,54 +13,62 @@ decides between them. This module measures nothing, and imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice, permutations
+from typing import Any
 
-from penstock.partition.balance.balance import Balance, balance, split_costs
+from penstock.partition.balance.balance import balance
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.plan import split_by_counts
+from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulation import simulate
 
-__all__ = ["balance_for", "costs_of", "step_s"]
+__all__ = ["balance_for", "costs_of", "rank_times", "step_s"]
 
-# Budget of the local search, in simulated actions: about a second.
+# Budgets of the local searches, in simulated actions and in loads of stages: about a second.
 MOVING = 200_000
 
 
-def balance_for(measured: Profile, program: Program) -> Balance:
-    """Find the split of a model with the shortest simulated step among several candidates.
+def balance_for(measured: Profile, program: Program) -> tuple[int, ...]:
+    """Find the numbers of blocks per stage with the shortest simulated step among several splits.
 
-    With several stages on a rank the split is not proven optimal.
+    Optimal with one stage on each rank; not proven so with several.
 
     Args:
-        measured: the costs of its blocks.
+        measured: the costs of the model's blocks.
         program: the program of the stages.
 
     Raises:
         PartitionError: there are more stages than blocks.
     """
-    placement, num_stages = program.placement, program.placement.num_model_stages
+    placement = program.placement
+    counts = balance(measured, placement.num_model_stages).counts
     if placement.num_stages == placement.num_ranks:
-        return balance(measured, num_stages, placement=placement)
-    tried = (
-        balance(measured, num_stages, placement=placement),
-        balance(measured, num_stages),
-    )
-    best = min((found.counts for found in tried), key=lambda c: step_s(measured, c, program))
-    return split_costs(measured, _move_blocks(measured, best, program), placement=placement)
+        return counts
+
+    def busiest(counts: Sequence[int]) -> tuple[float, float]:
+        times = rank_times(measured, counts, placement)
+        return max(times), sum(time**2 for time in times)
+
+    def step(counts: Sequence[int]) -> float:
+        return step_s(measured, counts, program)
+
+    by_rank = _move_blocks(counts, busiest, MOVING // placement.num_stages)
+    best = min((counts, by_rank), key=step)
+    return _move_blocks(best, step, MOVING // sum(1 for _ in program.actions()))
 
 
-def _move_blocks(measured: Profile, counts: Sequence[int], program: Program) -> tuple[int, ...]:
-    """Move single blocks from one stage to another while that shortens the step.
+def _move_blocks(
+    counts: tuple[int, ...], value: Callable[[Sequence[int]], Any], budget: int
+) -> tuple[int, ...]:
+    """Move single blocks from one stage to another while that lowers a split's value.
 
     The stages in between keep their number of blocks, shifted by one.
     """
-    best, best_s = tuple(counts), step_s(measured, counts, program)
+    best, least, since_better = counts, value(counts), 0
     moves = list(permutations(range(len(counts)), 2))
-    budget = MOVING // sum(1 for _ in program.actions())
-    since_better = 0
     for giver, taker in islice(cycle(moves), budget):
         if since_better == len(moves):
             break
@@ -70,10 +78,21 @@ def _move_blocks(measured: Profile, counts: Sequence[int], program: Program) -> 
         changed = list(best)
         changed[giver] -= 1
         changed[taker] += 1
-        found_s = step_s(measured, changed, program)
-        if found_s < best_s * (1 - 1e-9):
-            best, best_s, since_better = tuple(changed), found_s, 0
+        found = value(changed)
+        if found < least:
+            best, least, since_better = tuple(changed), found, 0
     return best
+
+
+def rank_times(measured: Profile, counts: Sequence[int], placement: Placement) -> tuple[float, ...]:
+    """The time of each rank's stages together for one microbatch, without transfers."""
+    groups = split_by_counts(measured.blocks, counts)
+    times = [sum(block.time_s for block in group) for group in groups]
+    return tuple(
+        sum(times[placement.model_stage(stage)] for stage in placement.stages_of(rank))
+        / placement.num_directions
+        for rank in range(placement.num_ranks)
+    )
 
 
 def step_s(measured: Profile, counts: Sequence[int], program: Program) -> float:
