@@ -52,7 +52,7 @@ class Of(nn.Module):
 @pytest.mark.parametrize(
     ("spec", "told"),
     [
-        ({"layer.1": SplitPoint.END}, r"'layer.1' is no module of the Of, did you mean layers.1"),
+        ({"layer.1": SplitPoint.END}, r"'layer.1' is no module of the Of; name one of its"),
         ({"": SplitPoint.END}, "'' is no module"),
         ({"layers.1": "end"}, r"split point of 'layers.1' is 'end', expected SplitPoint"),
         ({"spare": SplitPoint.END}, "no one place 'after spare'.* calls module spare 0 times"),

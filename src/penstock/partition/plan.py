@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,10 +20,7 @@ from penstock.errors import PartitionError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "Plan", "abbreviate", "did_you_mean", "prefixes", "runs_of_names", "split_by_counts",
-    "toml_path",
-]  # fmt: skip
+__all__ = ["Plan", "abbreviate", "prefixes", "runs_of_names", "split_by_counts", "toml_path"]
 
 FORMAT = 1
 T = TypeVar("T")
@@ -258,14 +254,3 @@ def abbreviate(names: Sequence[str], most: int = 6) -> str:
     """The first names, and a count of the rest."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint for an error about an unknown name; empty without a similar known name.
-
-    Examples:
-        >>> did_you_mean("lama", ["llama", "gpt2"])
-        ', did you mean llama?'
-    """
-    close = get_close_matches(name, known, n=3, cutoff=0.5)
-    return f", did you mean {' or '.join(close)}?" if close else ""

@@ -12,7 +12,6 @@ from torch import nn
 from torch.fx.node import has_side_effect
 
 from penstock.errors import PartitionError
-from penstock.partition.plan import did_you_mean
 
 __all__ = [
     "HERE",
@@ -98,8 +97,8 @@ def _register_marks(model: nn.Module, spec: Mapping[str, SplitPoint]) -> list[An
             )
         if not name or name not in modules:
             raise PartitionError(
-                f"split point {name!r} is no module of the {type(model).__name__}"
-                f"{did_you_mean(name, filter(None, modules))}; name one of its named_modules()"
+                f"split point {name!r} is no module of the {type(model).__name__}; name one of its "
+                "named_modules()"
             )
     return [_register_mark(modules[name], label_of(name, p), p) for name, p in spec.items()]
 
