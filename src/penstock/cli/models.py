@@ -18,8 +18,8 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
-from penstock.cli.output import bytes_text
 from penstock.cli.settings import option
 from penstock.errors import PartitionError
 from penstock.schedule.family import parse_options
@@ -126,8 +126,8 @@ def _from_transformers(request: ModelRequest) -> tuple[nn.Module, Any]:
     size, most = number * getattr(torch, request.dtype).itemsize, parse_bytes(request.max_size)
     if size > most:
         raise PartitionError(
-            f"{request.model} has {number:,} parameters, {bytes_text(size)}, more than --max-size "
-            f"{bytes_text(most)}; make it smaller (--set num_hidden_layers=4), or raise --max-size"
+            f"{request.model} has {number:,} parameters, {decimal(size)}, more than --max-size "
+            f"{decimal(int(most))}; make it smaller (--set num_hidden_layers=4), or raise that"
         )
     ids = torch.randint(config.get_text_config().vocab_size, (request.batch, request.length))
     return make(config), {"input_ids": ids, "labels": ids}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
 __all__ = [
-    "bytes_text", "console", "escape_unencodable", "figures_json", "figures_text", "over_limit",
+    "console", "escape_unencodable", "figures_json", "figures_text", "over_limit",
     "peaks_text", "per_rank", "plain", "print_table", "progress_bar", "seconds_text", "table",
     "warn",
 ]  # fmt: skip
@@ -146,16 +146,6 @@ def per_rank(values: tuple[float, ...], *, most: int = 80) -> str:
     if len(values) > 8 or len(text) > most:
         return f"{amount(min(values))} to {amount(max(values))}"
     return text
-
-
-def bytes_text(value: float) -> str:
-    """Format a number of bytes with three digits, as ``1.23 kB``."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 999.5 or unit == "TB":
-            break
-        value /= 1000
-    digits = 2 if unit != "B" and value < 9.995 else 1 if unit != "B" and value < 99.95 else 0
-    return f"{value:.{digits}f} {unit}"
 
 
 def seconds_text(seconds: float) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.filesize import decimal
 
 from penstock.cli import output as out
 from penstock.cli.models import ModelRequest, load_model, parse_bytes
@@ -133,12 +134,12 @@ def _rows(
             "parameters": f"{sum(block.parameters for block in blocks):,}",
             "time": out.seconds_text(time_s),
             "share": f"{time_s / measured.time_s:.2%}",
-            "activations": out.bytes_text(sum(block.activation_bytes for block in blocks)),
+            "activations": decimal(sum(block.activation_bytes for block in blocks)),
         }
         if held_bytes is not None:
-            row["holds"] = out.bytes_text(held_bytes[stage])
+            row["holds"] = decimal(int(held_bytes[stage]))
         sent = blocks[-1]
-        row["sends"] = out.bytes_text(sent.sent_bytes) if sent.sends else ""
+        row["sends"] = decimal(sent.sent_bytes) if sent.sends else ""
         times = Counter(sent.sends).items()
         row["across"] = "\n".join(f"{n} × {each}" if n > 1 else each for each, n in times)
         yield row

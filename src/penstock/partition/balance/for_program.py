@@ -34,7 +34,7 @@ MOVING = 200_000
 def balance_for(measured: Profile, program: Program) -> tuple[int, ...]:
     """Find the numbers of blocks per stage with the shortest simulated step among several splits.
 
-    Optimal with one stage on each rank; not proven so with several.
+    With one stage on each rank, the split whose slowest stage is quickest.
 
     Args:
         measured: the costs of the model's blocks.
