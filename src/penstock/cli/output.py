@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -22,13 +21,9 @@ from penstock.simulate.memory import exceeds
 from penstock.simulate.simulation import Simulation
 from penstock.view.palette import amount
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn
-
 __all__ = [
-    "console", "escape_unencodable", "figures_json", "figures_text", "over_limit",
-    "peaks_text", "per_rank", "plain", "print_table", "progress_bar", "seconds_text", "table",
-    "warn",
+    "console", "escape_unencodable", "figures_json", "figures_text", "over_limit", "peaks_text",
+    "per_rank", "plain", "print_table", "seconds_text", "table", "warn",
 ]  # fmt: skip
 
 # The width for piped output, which Rich would wrap at 80 columns.
@@ -62,14 +57,6 @@ def plain(text: str) -> str:
     """External text with Rich's markup and control characters escaped."""
     shown = (each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
     return escape("".join(shown))
-
-
-def progress_bar(*columns: ProgressColumn) -> Progress:
-    """A transient progress bar on standard error, drawn on a terminal only."""
-    from rich.progress import Progress  # lazy, since few subcommands need it
-
-    shown = console(error=True)
-    return Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal)
 
 
 def table(*columns: str, numbers: Sequence[str] = (), title: str | None = None) -> Table:
