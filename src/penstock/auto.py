@@ -26,7 +26,6 @@ from penstock.errors import PartitionError, ScheduleError
 from penstock.partition.balance.balance import balance
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.balance.for_program import balance_for, costs_of
-from penstock.partition.cutting import cut_model
 from penstock.partition.plan import split_by_counts
 from penstock.partition.profile import measure_model
 from penstock.partition.spec import SplitSpec
@@ -120,8 +119,8 @@ class _Measured:
 
 def find_program(
     spec: PipelineSpec, split: SplitSpec | None, num_stages: int | None
-) -> tuple[Program, SplitSpec | None, Forecast]:
-    """Search for the fastest program for a model's stages, as profiled on this machine.
+) -> tuple[Program, SplitSpec, Forecast]:
+    """Balance a model's stages, and search for their fastest program, as profiled on this machine.
 
     Runs the whole model on the example a few times, on every rank. Preserves its state, its
     gradients and the random number generators.
@@ -130,28 +129,26 @@ def find_program(
         The program to run, the split points of the model, and the predicted time of a step.
 
     Raises:
-        ScheduleError: ranks, stages and microbatches do not fit, the example is missing, or the
-            memory limit is infeasible.
+        ScheduleError: ranks, stages and microbatches do not fit, the example is missing, a split
+            is given, or the memory limit is infeasible.
         PartitionError: the model can't be split this way, or can't be profiled.
     """
-    group, model = spec.group, spec.model
+    group = spec.group
     if spec.example is None:
         raise ScheduleError(
             "schedule='auto' measures the stages: pass example=, one microbatch as a tuple of "
             "positional or a dict of keyword arguments"
         )
-    by_hand = not isinstance(model, nn.Module) and any(isinstance(m, PipelineStage) for m in model)
-    if group is not None and by_hand:
+    if split is not None and not split.auto:
         raise ScheduleError(
-            "schedule='auto' measures all stages on the first rank, which has only its own of "
-            "stages made by hand: measure them, and pass penstock.search(...).program"
+            "schedule='auto' balances the stages itself: leave split= out, or name a schedule"
         )
     ranks, virtual = choose_sizes(
         "schedule='auto'", default_virtual=1, num_stages=num_stages, virtual=spec.virtual,
         ranks=spec.ranks if group is None else group.size(),
     )  # fmt: skip
-    subject = (ranks, virtual, spec.n_microbatches, spec.memory_limit, split)
-    return _choose(spec, subject, lambda measured: _search(spec, split, ranks, virtual, measured))
+    subject = (ranks, virtual, spec.n_microbatches, spec.memory_limit)
+    return _choose(spec, subject, lambda measured: _search(spec, ranks, virtual, measured))
 
 
 def balance_stages(spec: PipelineSpec, program: Program) -> tuple[SplitSpec, Forecast]:
@@ -171,7 +168,13 @@ def balance_stages(spec: PipelineSpec, program: Program) -> tuple[SplitSpec, For
 
 def _choose(spec: PipelineSpec, request: object, choose: Callable[[_Measured], T]) -> T:
     """Measure on all ranks at once, and choose on the first, alike for replicas."""
-    group, model, link = spec.group, spec.model, None
+    group, link = spec.group, None
+    modules = [spec.model] if isinstance(spec.model, nn.Module) else spec.model
+    if any(isinstance(module, PipelineStage) for module in modules):
+        raise ScheduleError(
+            "'auto' measures a model or a list of layers, not PipelineStages: measure their "
+            "modules, and pass penstock.search(...).program as schedule="
+        )
     if group is None:
         return choose(_measure(spec, None))
     with collective_call(control_group(group), "Pipeline()"):
@@ -181,7 +184,6 @@ def _choose(spec: PipelineSpec, request: object, choose: Callable[[_Measured], T
             _measure(spec, link)
         except Exception as error:  # the first rank raises, or steps do
             logger.debug("auto: rank %d could not measure: %s", group.rank(), error)
-    modules = [model] if isinstance(model, nn.Module) else model
     shapes = [(name, p.shape) for module in modules for name, p in module.named_parameters()]
     return from_first_rank(
         group,
@@ -262,15 +264,11 @@ def _balance(
 
 
 def _search(
-    spec: PipelineSpec, split: SplitSpec | None, ranks: int, virtual: int, measured: _Measured
-) -> tuple[Program, SplitSpec | None, Forecast]:
-    num_stages = ranks * virtual
-    if split is not None and split.auto:
-        counts = balance(measured.profile, num_stages).counts
-        split = SplitSpec.parse(measured.profile.plan(counts, made="balanced on this machine"))
-        groups = split_by_counts(measured.profile.blocks, counts)
-    else:
-        groups = _by_stage(spec, split, measured.profile, num_stages)
+    spec: PipelineSpec, ranks: int, virtual: int, measured: _Measured
+) -> tuple[Program, SplitSpec, Forecast]:
+    counts = balance(measured.profile, ranks * virtual).counts
+    plan = measured.profile.plan(counts, made="balanced on this machine")
+    groups = split_by_counts(measured.profile.blocks, counts)
     if measured.link is not None:
         logger.info("auto: messages take %.4g s, and %.4g bytes/s", *astuple(measured.link))
     result = search(
@@ -283,7 +281,8 @@ def _search(
         "auto: %s; step %.4g s predicted, at least %.4g s; %.4g bytes of activations at most",
         result.method, result.value, result.bound, result.peak,
     )  # fmt: skip
-    return result.program, split, _forecast(spec, result.program, groups, measured)
+    forecast = _forecast(spec, result.program, groups, measured)
+    return result.program, SplitSpec.parse(plan), forecast
 
 
 def _forecast(
@@ -309,28 +308,3 @@ def _forecast(
         optimizer_s=measured.update_s * (sum(held) if alone else max(held)),
         peak_bytes=tuple(4 * p + a for p, a in zip(held, activations, strict=True)),
     )
-
-
-def _by_stage(
-    spec: PipelineSpec, split: SplitSpec | None, measured: Profile, num_stages: int
-) -> list[list[BlockCosts]]:
-    """Group the measured blocks by the stage that has their parameters."""
-    blocks, model = list(measured.blocks), spec.model
-    if not isinstance(model, nn.Module) and len(blocks) == num_stages:
-        return [[block] for block in blocks]
-    cut = cut_model(model, split, num_stages, example=spec.example, device=spec.device)
-    names = [[f"{name}." for name, _ in stage.named_parameters()] for stage in cut.modules]
-    groups: list[list[BlockCosts]] = [[] for _ in names]
-    stage = 0
-    for block in blocks:
-        within = tuple(f"{module}." for module in block.modules)
-        later = range(stage, num_stages)
-        # A block without parameters belongs to the stage of the block before it.
-        stage = next((i for i in later if any(n.startswith(within) for n in names[i])), stage)
-        groups[stage].append(block)
-    if empty := [stage for stage, group in enumerate(groups) if not group]:
-        raise PartitionError(
-            f"schedule='auto': stages {empty} hold no whole block of the model, so their times "
-            "can't be measured; pass split='auto', or name a schedule"
-        )
-    return groups

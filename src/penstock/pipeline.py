@@ -59,7 +59,7 @@ class Pipeline(ModelState):
             the ``loss`` of the model's output for ``example`` is used, if present.
         schedule: the name of a schedule (see ``penstock.schedules()``); a ``Program``, or the path
             of its CSV file; or ``"auto"``, the fastest program that ``penstock.search`` finds for
-            the stages as profiled with ``example``.
+            stages that are profiled with ``example``, and balanced.
         memory_limit: for ``"auto"``, the limit on a rank's activation memory, in bytes.
         n_microbatches: microbatches per step.
         ranks: the number of ranks in this process; under torchrun, its world size.

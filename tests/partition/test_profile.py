@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock import PartitionError, PipelineStage
+from penstock import PartitionError
 from penstock.partition.balance.balance import balance
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.blocks import gather, leaf_modules
@@ -166,15 +166,10 @@ def test_large_modules_between_layers_are_blocks() -> None:
     assert [len(block) for block in found] == [1] * 5
 
 
-def test_a_list_of_layers_or_stages_is_taken_as_it_is() -> None:
-    layers = [Layer(), nn.Sequential(Layer(), Layer())]
-    x = torch.zeros(2, DIM)
-    by_layers = profile(layers, x, runs=1)
-    stages = [PipelineStage(m, i, 2, torch.device("cpu")) for i, m in enumerate(layers)]
-    by_stages = profile(stages, x, runs=1)
-    for measured in (by_layers, by_stages):
-        assert modules(measured) == [("0",), ("1",)]
-        assert [block.parameters for block in measured.blocks] == [88, 176]
+def test_a_list_of_layers_is_taken_as_it_is() -> None:
+    measured = profile([Layer(), nn.Sequential(Layer(), Layer())], torch.zeros(2, DIM), runs=1)
+    assert modules(measured) == [("0",), ("1",)]
+    assert [block.parameters for block in measured.blocks] == [88, 176]
 
 
 # --- what they cost ----------------------------------------------------------------------------
@@ -502,7 +497,7 @@ class Moody(nn.Module):
         (Moody(), torch.ones(1, DIM), "runs 2 blocks where it ran 3"),
         (Tiny().requires_grad_(False), tokens(), "takes no gradient"),
         (Tiny().to("meta"), tokens(), "meta device"),
-        ([], tokens(), "got a list of nothing"),
+        ([], tokens(), "takes no gradient"),
         ([nn.ReLU(), torch.relu], tokens(), "builtin_function"),
     ],
 )

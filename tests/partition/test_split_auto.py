@@ -211,9 +211,9 @@ def test_the_stages_of_a_rank_are_weighed_together(
 def test_a_layer_in_two_places_is_measured_in_both_on_another_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    measured: list[tuple[nn.Module, ...]] = []
+    measured: list[list[nn.Module]] = []
     monkeypatch.setattr(
-        profiling, "profile", lambda given, example, loss_fn: measured.append(given.stages)
+        profiling, "profile", lambda given, example, loss_fn: measured.append(given)
     )
     layer = nn.Linear(DIM, DIM)
     measure_model([layer, nn.ReLU(), layer], X, device=torch.device("meta"))

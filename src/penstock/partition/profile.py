@@ -22,14 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.compat.stage import PipelineStage
 from penstock.errors import PartitionError
 from penstock.partition.balance.costs import BlockCosts, Profile
 from penstock.partition.blocks import LeafModule, gather, leaf_modules
 from penstock.partition.forward.by_module import tensors_between
 from penstock.partition.forward.module_state import ModuleSnapshot
 from penstock.partition.profiled_model import (
-    Chained,
     ProfiledModel,
     ProfileRun,
     Sent,
@@ -39,7 +37,7 @@ from penstock.partition.profiled_model import (
     run_profiled,
     sent_of,
 )
-from penstock.partition.sequential import is_sequence
+from penstock.partition.sequential import is_sequence, layers_of
 from penstock.partition.spec import Example
 from penstock.stage.pytree import map_tensors, tensors_of
 
@@ -49,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 def profile(
-    model_or_stages: nn.Module | Sequence[nn.Module] | Sequence[PipelineStage],
+    model: nn.Module | Sequence[nn.Module],
     example: Example,
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
@@ -58,8 +56,8 @@ def profile(
     """Measure the costs of each block of a model per microbatch, on the model's device.
 
     Args:
-        model_or_stages: a model on one device, or a list of layers or stages that serve as blocks.
-            The model runs in its current mode (training or evaluation).
+        model: a model on one device, or a list of layers that serve as blocks. It runs in its
+            current mode (training or evaluation).
         example: one microbatch: a tuple of positional arguments, a dict of keyword arguments, or
             the only tensor.
         loss_fn: a function from the model's output to the loss, counted with the last block. None
@@ -84,11 +82,13 @@ def profile(
     """
     if runs < 1:
         raise PartitionError(f"runs is {runs}, expected at least 1")
-    model = _as_module(model_or_stages)
-    name, leaves = type(model).__name__, leaf_modules(model)
-    if isinstance(model, Chained):
-        name, stages = "list", enumerate(model.stages)
-        leaves = tuple(LeafModule(name=str(i), module=stage, trunk="") for i, stage in stages)
+    name = type(model).__name__
+    if isinstance(model, nn.Module):
+        leaves = leaf_modules(model)
+    else:
+        layers = layers_of(model)
+        leaves = tuple(LeafModule(name=n, module=m, trunk="") for n, m in layers.items())
+        model = nn.Sequential(*layers.values())
     profiled = ProfiledModel(model, leaves, example, loss_fn)
     snapshot = ModuleSnapshot(model)
     try:
@@ -145,18 +145,6 @@ def _hold_memory(profiled: ProfiledModel) -> object:
     return [profiled.forward() for _ in range(3)][-1]
 
 
-def _as_module(given: nn.Module | Sequence[nn.Module] | Sequence[PipelineStage]) -> nn.Module:
-    if isinstance(given, nn.Module):
-        return given
-    modules = [each.submod if isinstance(each, PipelineStage) else each for each in given]
-    odd = [type(each).__name__ for each in modules if not isinstance(each, nn.Module)]
-    if odd or not modules:
-        raise PartitionError(
-            f"expected a model, or a list of modules or stages, got a list of {odd or 'nothing'}"
-        )
-    return Chained(modules)
-
-
 def _sent_by_block(
     profiled: ProfiledModel, run: ProfileRun, blocks: Sequence[Sequence[LeafModule]]
 ) -> list[Sent]:
@@ -167,7 +155,7 @@ def _sent_by_block(
     place = {name: segment for segment, name in enumerate(run.order)}
     last = [max(place[leaf.name] for leaf in b if leaf.name in place) for b in blocks[:-1]]
     sent = [run.outputs[i] for i in last]
-    if not (isinstance(profiled.model, Chained) or is_sequence(profiled.model)):
+    if not is_sequence(profiled.model):
         names = [[leaf.name for leaf in block] for block in blocks]
         example = profiled.kwargs or profiled.args
         between = tensors_between(profiled.model, names, example, profiled.device)
@@ -213,7 +201,7 @@ def _costs_of(
 
 
 def measure_model(
-    model: nn.Module | Sequence[nn.Module] | Sequence[PipelineStage],
+    model: nn.Module | Sequence[nn.Module],
     example: Example,
     *,
     device: torch.device,
@@ -222,7 +210,7 @@ def measure_model(
     """Measure a model as ``Pipeline`` receives it: on its stages' device, and with its loss.
 
     Args:
-        model: the model, or a list of layers or stages; a model on another device is copied.
+        model: the model, or a list of its layers; a model on another device is copied.
         example: one microbatch, on any device.
         device: the device to measure on.
         loss_fn: a function from output, or output and target, to a scalar or ``(scalar, metrics)``;
@@ -231,12 +219,15 @@ def measure_model(
     Raises:
         PartitionError: the model can't be measured.
     """
-    loss, whole = None if loss_fn is None else TargetlessLoss(loss_fn), _as_module(model)
-    devices = {each.device.type for each in (*whole.parameters(), *whole.buffers())}
+    loss = None if loss_fn is None else TargetlessLoss(loss_fn)
+    modules = [model] if isinstance(model, nn.Module) else list(layers_of(model).values())
+    tensors = (each for m in modules for each in (*m.parameters(), *m.buffers()))
+    devices = {each.device.type for each in tensors}
     if not (devices <= {device.type} or "meta" in devices):
-        whole = copy.deepcopy(whole).to(device)
+        modules = [module.to(device) for module in copy.deepcopy(modules)]
+        model = modules[0] if isinstance(model, nn.Module) else modules
         example = map_tensors(lambda tensor: tensor.to(device), example)
-    return profile(whole, example, loss_fn=loss)
+    return profile(model, example, loss_fn=loss)
 
 
 def _class_zero(shape: Sequence[int], output: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from penstock.errors import PartitionError
 from penstock.partition.blocks import LeafModule
 from penstock.partition.plan import abbreviate
 from penstock.partition.spec import Example, as_call, describe, own_loss
-from penstock.stage.pytree import as_args, flatten, tensors_of
+from penstock.stage.pytree import flatten, tensors_of
 from penstock.stage.rng import preserve_rng_state
 from penstock.stage.weight_grad import (
     CannotDeferError,
@@ -49,7 +49,7 @@ from penstock.stage.weight_grad import (
 from penstock.stage.weight_grad.accumulate import accumulate
 
 __all__ = [
-    "Chained", "ObservedPass", "ProfileRun", "ProfiledModel", "Sent", "Times",
+    "ObservedPass", "ProfileRun", "ProfiledModel", "Sent", "Times",
     "measure_memory", "measure_times", "run_profiled", "sent_of",
 ]  # fmt: skip
 
@@ -155,23 +155,6 @@ def _state_of(model: nn.Module) -> dict[str, Tensor]:
             if buffer is not None:
                 state[prefix + name] = ours.setdefault(id(buffer), buffer.detach().clone())
     return state
-
-
-class Chained(nn.Module):
-    """Stages in sequence, each called with the previous output; a stage may occur several times."""
-
-    def __init__(self, stages: Sequence[nn.Module]) -> None:
-        super().__init__()
-        for i, stage in enumerate(stages):
-            self.add_module(str(i), stage)
-        self.stages = tuple(stages)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all stages; keyword arguments go to the first."""
-        output = self.stages[0](*args, **kwargs)
-        for stage in self.stages[1:]:
-            output = stage(*as_args(output))
-        return output
 
 
 class ObservedPass:
