@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -31,7 +30,6 @@ __all__ = [
     "GraphCut",
     "all_cuts",
     "assign",
-    "cuts_at_counts",
     "cuts_at_names",
     "described",
     "take_marks",
@@ -135,26 +133,6 @@ def cuts_at_names(marks: Sequence[Cut], stages: Sequence[Sequence[str]]) -> Sequ
                     "modules in the order in which they run"
                 )
     return starts
-
-
-def cuts_at_counts(marks: Sequence[Cut], blocks: Sequence[str], counts: Sequence[int]) -> list[Cut]:
-    """Start each stage after the blocks of the stages before, counted in the order of their calls.
-
-    A block that occurs several times in ``blocks`` counts as often; later calls don't count.
-    """
-    places = Counter(map(label_of, blocks))
-    calls = []
-    for mark in marks:
-        places[mark.label] -= 1
-        if places[mark.label] >= 0:
-            calls.append(mark)
-    starts = [*accumulate(counts)][:-1]
-    if starts and starts[-1] >= len(calls):
-        raise PartitionError(
-            f"the forward calls {len(calls)} of the {len(blocks)} blocks that {list(counts)} "
-            "counts, so that the last stage has no beginning; name the modules of each stage"
-        )
-    return [calls[start] for start in starts]
 
 
 # --- stages -------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -26,6 +25,7 @@ from penstock.partition.export.capture import CONSTANTS, Captured, capture
 from penstock.partition.export.markers import SplitPoint, marked
 from penstock.partition.export.stage_module import StageModule, build_modules
 from penstock.partition.huggingface import install_hooks
+from penstock.partition.plan import split_by_counts
 from penstock.partition.spec import SplitSpec
 from penstock.partition.ties import Tie, named_tensors, record_ties
 from penstock.stage.pytree import leaves_in_order
@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 # A function from the captured graph to one with calls of ``pipe_split``.
 SplitPolicy: TypeAlias = Callable[[fx.GraphModule], fx.GraphModule]
-# A function that chooses the cuts among the marks in a graph.
-Choice: TypeAlias = Callable[[Sequence[graph_cut.Cut]], Sequence[graph_cut.Cut]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +176,7 @@ def pipeline(
     """
     if split_spec and split_policy:
         raise PartitionError("split_spec and split_policy are both given; use either")
-    return _pipe_at(split_spec or {}, None, module, mb_args, mb_kwargs, split_policy)
+    return _pipe_at(split_spec or {}, (), module, mb_args, mb_kwargs, split_policy)
 
 
 def pipeline_of(
@@ -186,17 +184,10 @@ def pipeline_of(
 ) -> Pipe:
     """Capture a model and cut it at a spec's places, or at its own marks if None."""
     split = SplitSpec() if split is None else split.resolve(model)
-    names: Iterable[str] = split.starts
-    choose: Choice | None = None
-    if split.counts:
-        first: dict[nn.Module, str] = {}
-        names = [first.setdefault(model.get_submodule(name), name) for name in split.blocks]
-        choose = partial(graph_cut.cuts_at_counts, blocks=names, counts=split.counts)
-    elif split.stages:
-        stages = [[*_called(model, stage)] for stage in split.stages]
-        names = itertools.chain(*stages)
-        choose = partial(graph_cut.cuts_at_names, stages=stages)
-    return _pipe_at(dict.fromkeys(names, SplitPoint.BEGINNING), choose, model, args, kwargs)
+    named = split.stages or split_by_counts(split.blocks, split.counts)
+    stages = [[*_called(model, names)] for names in named]
+    points = dict.fromkeys(itertools.chain(split.starts, *stages), SplitPoint.BEGINNING)
+    return _pipe_at(points, stages, model, args, kwargs)
 
 
 def _called(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
@@ -215,20 +206,23 @@ def _called(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
 
 def _pipe_at(
     points: Mapping[str, SplitPoint],
-    choose: Choice | None,
+    stages: Sequence[Sequence[str]],
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
     policy: SplitPolicy | None = None,
 ) -> Pipe:
-    """Capture a model with marks at ``points``; cut it at those chosen, or at all if None."""
+    """Capture a model with marks at ``points``; cut it where ``stages`` begin, or at all marks."""
 
     def capture_and_cut() -> tuple[Captured, graph_cut.GraphCut]:
         with marked(model, points):
             captured = capture(model, args, kwargs)
         graph = captured.graph if policy is None else _apply_policy(model, captured, policy)
         marks = graph_cut.take_marks(graph)
-        cuts = choose(marks) if choose else graph_cut.all_cuts(graph, marks, points)
+        if stages:
+            cuts = graph_cut.cuts_at_names(marks, stages)
+        else:
+            cuts = graph_cut.all_cuts(graph, marks, points)
         return captured, graph_cut.assign(graph, cuts)
 
     install_hooks(model)  # otherwise the first call would do it in the middle of the capture
