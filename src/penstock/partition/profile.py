@@ -159,10 +159,8 @@ def _sent_by_block(
         names = [[leaf.name for leaf in block] for block in blocks]
         example = profiled.kwargs or profiled.args
         between = tensors_between(profiled.model, names, example, profiled.device)
-        for i, metas in enumerate(between):
-            if metas is not None:
-                on_meta = [torch.empty(m.shape, dtype=m.dtype, device="meta") for m in metas]
-                sent[i] = sent_of(on_meta)
+        for i, metas in enumerate(between or ()):
+            sent[i] = sent_of([torch.empty(m.shape, dtype=m.dtype, device="meta") for m in metas])
     return [*sent, (0, ())]
 
 

@@ -148,31 +148,27 @@ def tensors_between(
     blocks: Sequence[Sequence[str]],
     example: Example,
     device: torch.device,
-) -> list[tuple[TensorMeta, ...] | None]:
+) -> list[tuple[TensorMeta, ...]] | None:
     """The tensors that cross each boundary between blocks, as stages cut by module send them.
 
-    ``blocks`` has per block the names of its modules, in the order in which they run. None for a
-    boundary at which the model can't be cut by module.
+    ``blocks`` has per block the names of its modules, in the order in which they run. None if the
+    model can't be cut by module at one of the boundaries.
     """
     try:
         leaves = find_leaf_modules(model, [name for names in blocks for name in names])
         trace = _trace(leaves, device, example)[1]
+        assert trace is not None, "there is an example"
+        spec = SplitSpec(stages=tuple(map(tuple, blocks)))
+        plan = plan_forward(trace, assign_stages(leaves, spec, trace))
     except PartitionError:
-        return [None] * (len(blocks) - 1)
-    assert trace is not None, "there is an example"
+        return None
     params = named_tensors(model)
 
     def meta_of(ref: ValueRef) -> TensorMeta:
         meta = trace.meta_of(ref)
         return TensorMeta.of(params[ref.name]) if meta is None else meta
 
-    def crossing(boundary: int) -> tuple[TensorMeta, ...] | None:
-        sides = blocks[:boundary], blocks[boundary:]
-        names = tuple(tuple(name for block in side for name in block) for side in sides)
-        plan = try_cut(leaves, SplitSpec(stages=names), trace)
-        return None if plan is None else tuple(map(meta_of, plan.boundary_values[0]))
-
-    return [crossing(boundary) for boundary in range(1, len(blocks))]
+    return [tuple(map(meta_of, refs)) for refs in plan.boundary_values]
 
 
 def _with_boundaries(error: PartitionError, leaves: LeafModules, trace: ForwardTrace | None) -> str:

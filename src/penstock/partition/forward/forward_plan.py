@@ -205,12 +205,6 @@ def _refusal(placed: _Placement, ref: ValueRef, at: set[int]) -> str | None:
                 f"(argument {ref.leaf}), which stage {last} computes with, unwritten; have it "
                 "return a new tensor, or cut so that all its users are in one stage"
             )
-        case ValueKind.OUTPUT if last != origin and placed.trace.calls[ref.call].detached:
-            return (
-                f"{ref.name} is called within an autograd function, as by a checkpoint with "
-                f"use_reentrant=True, but its result crosses to stage {last}: its gradient would "
-                "be lost; use use_reentrant=False"
-            )
         case ValueKind.PARAMETER if min(at) < origin:
             return (
                 f"{ref} lies in stage {origin}, but stage {min(at)} computes with it outside of "

@@ -25,7 +25,6 @@ import torch
 from optree import PyTreeSpec
 from torch import Tensor, nn
 
-from penstock._torch_compat import HookWatch, in_function_forward
 from penstock.errors import BoundaryError, PartitionError
 from penstock.partition.forward.leaf_modules import LeafModules
 from penstock.partition.forward.module_state import (
@@ -68,7 +67,6 @@ class LeafCall:
     changes: tuple[str, ...]  # the buffers and attributes of its own that it changes
     _: KW_ONLY
     needs: frozenset[ValueRef] = frozenset()  # the provenance of its arguments
-    detached: bool = False  # called within an autograd function, such as a reentrant checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +139,6 @@ class ForwardTracer:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> ForwardTrace:
         self._calls: list[LeafCall] = []
         self._outputs: list[TensorVersions] = []
-        self._makes_graph = training and not in_function_forward()
         for name, tensor in self._replaced.items():
             path, _, last = name.rpartition(".")
             stale = self._placeholder(tensor, ValueRef(ValueKind.STATE, 0, 0, name))
@@ -187,7 +184,6 @@ class ForwardTracer:
         """The model's output, and the containers' parameters and buffers that it writes."""
         with (
             torch.no_grad(),
-            HookWatch(_refuse_hook) as self._hooks,
             preserve_rng_state(self._device),
             warnings.catch_warnings(),
         ):
@@ -238,7 +234,7 @@ class ForwardTracer:
         tensors = [tensors_in(each) for each in leaves]
         marked = mark()
         self.captures |= bool(marked)
-        with self._ops.paused(), self._hooks.paused(), preserve_rng_state(self._device):
+        with self._ops.paused(), preserve_rng_state(self._device):
             result, changes, writes, fills = self._run_leaf(leaf, leaves, tree, marked)
         filled = [
             type(each).__name__
@@ -266,7 +262,6 @@ class ForwardTracer:
                 written=(),  # known at the end of the trace
                 writes=writes,
                 changes=(*changes.replaced, *changes.written, *changes.attributes),
-                detached=self._makes_graph and in_function_forward(),
             )
         )
         made, shape = flatten(output)
@@ -350,13 +345,6 @@ def replaced_message(name: str) -> str:
         f"the top-level forward assigns a new tensor to {name}, and uses the one of the microbatch "
         "before: every stage would do that for itself, and some could not; keep it within a module "
         "that runs whole"
-    )
-
-
-def _refuse_hook(what: str) -> None:
-    raise PartitionError(
-        f"the top-level forward {what}, which several stages would do; do it within a module, "
-        "or use an autograd.Function"
     )
 
 
