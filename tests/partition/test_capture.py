@@ -396,9 +396,8 @@ def test_a_policy_puts_cuts_into_the_graph() -> None:
     assert penstock.Pipe.from_tracing(model, example, None, before_each_linear).num_stages == 3
 
 
-def test_a_pipe_shows_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_shows_its_code(capsys: pytest.CaptureFixture[str]) -> None:
     cut = pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (torch.ones(2, 4),))
-    assert "Pipe of 1 stages" in repr(cut)
     cut.print_readable()
     assert "torch.ops.aten.linear.default" in capsys.readouterr().out
 

@@ -31,7 +31,6 @@ __all__ = [
     "all_cuts",
     "assign",
     "cuts_at_names",
-    "described",
     "take_marks",
 ]
 
@@ -205,7 +204,7 @@ def _problems(cut: GraphCut, writes: Writes) -> Iterator[tuple[int, str]]:
                 layout = getattr(leaf, "layout", torch.strided)
                 if layout is not torch.strided or not isinstance(leaf, CAN_CROSS):
                     kind = f"{layout} tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
-                    yield boundary, f"{described(node)} would cross, and a {kind} can't"
+                    yield boundary, f"{_described(node)} would cross, and a {kind} can't"
     for writer, aliases in writes:
         stage = cut.stage_of[writer]
         for state in (node for node in aliases if node.op == "get_attr"):
@@ -220,7 +219,7 @@ def _problems(cut: GraphCut, writes: Writes) -> Iterator[tuple[int, str]]:
                             "may have changed it (x.clone() is a value that stays)",
                         )
         received = cut.crossing[stage - 1] if stage else ()
-        sharing = [described(node) for node in received if node in aliases]
+        sharing = [_described(node) for node in received if node in aliases]
         if len(sharing) > 1:
             yield (
                 stage - 1,
@@ -257,7 +256,7 @@ def _leaves(value: Any) -> list[Any]:
     return [value]
 
 
-def described(node: fx.Node) -> str:
+def _described(node: fx.Node) -> str:
     """A value of the graph for messages, such as ``relu (float32[*,8]) of layers.0``."""
     modules = node.meta.get("modules", ())
     of = f" of {modules[-1]}" if modules else ""
