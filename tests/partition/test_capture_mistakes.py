@@ -142,12 +142,12 @@ def differentiates(model: Of, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("compute", "told"),
     [
-        (depends, r"test_capture_mistakes.py:\d+, in depends.*branch on values: .*torch.where"),
+        (depends, r"branch on values: .*torch.where"),
         (
             lambda m, x: Straight.apply(x),
             "runs the autograd function Straight with its own backward, .* or cut by module",
         ),
-        (hooked, r"in hooked.*registers a hook on a tensor, .* or cut by module"),
+        (hooked, r"registers a hook on a tensor, .* or cut by module"),
     ],
 )
 def test_effects_that_a_graph_would_lose_are_refused(compute: Any, told: str) -> None:
@@ -156,9 +156,7 @@ def test_effects_that_a_graph_would_lose_are_refused(compute: Any, told: str) ->
 
 
 def test_gradients_taken_in_the_forward_are_refused() -> None:
-    with pytest.raises(
-        PartitionError, match=r"in differentiates.*takes gradients by torch.autograd.grad\(\)"
-    ):
+    with pytest.raises(PartitionError, match=r"takes gradients by torch.autograd.grad\(\)"):
         pipeline(Of(differentiates), (X,))
 
 
@@ -393,7 +391,7 @@ def sparse(model: Of, x: Tensor) -> Tensor:
 
 
 def test_a_sparse_value_is_refused_where_it_would_cross() -> None:
-    with pytest.raises(PartitionError, match=r"Of can't be captured .*in sparse"):
+    with pytest.raises(PartitionError, match=r"Of can't be captured: "):
         pipeline(Of(sparse), (X,))
 
 
@@ -496,7 +494,7 @@ def test_sizes_that_can_not_be_open_are_refused() -> None:
         return model.layers[1](model.layers[0](x) * scales[length])
 
     example = (torch.ones(2, 3, 4),)
-    with pytest.raises(PartitionError, match=r"can't be captured .*SymInt; .* pass int\(size\)"):
+    with pytest.raises(PartitionError, match=r"can't be captured: .*SymInt; .* pass int\(size\)"):
         pipeline(Of(compute), example, split_spec=cuts_before("layers.1"))
     with pytest.raises(PartitionError, match=r"can't be captured"):
         Pipeline(Of(compute), example=example, ranks=2, loss_fn=torch.sum, method="export")

@@ -8,12 +8,9 @@ first) and ``regions`` (the grad modes and autocast around it).
 
 from __future__ import annotations
 
-import contextlib
 import operator
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -21,8 +18,6 @@ from torch import Tensor, fx, nn
 
 from penstock._torch_compat import (
     METADATA_ASSERT,
-    OUR_FILES,
-    TORCH_FILES,
     has_backward_hooks,
     refusing,
     shape_check,
@@ -129,28 +124,14 @@ def _export(model: nn.Module, form: CallForm) -> torch.export.ExportedProgram:
             message += "; a graph can't branch on values: compute both and choose with torch.where"
         elif "SymInt" in message:
             message += "; sizes are open in a capture: pass int(size) where code needs a number"
-        raise PartitionError(
-            f"{type(model).__name__} can't be captured{_place_in_user_code(error.__traceback__)}: "
-            f"{message}"
-        ) from error
+        raise PartitionError(f"{type(model).__name__} can't be captured: {message}") from error
 
 
 def _refuse(what: str) -> None:
     raise PartitionError(
-        f"the forward{_place_in_user_code()} {what}, which a graph of operations would lose; "
+        f"the forward {what}, which a graph of operations would lose; "
         "compute without it, or cut by module, which runs modules whole"
     )
-
-
-def _place_in_user_code(trace: TracebackType | None = None) -> str:
-    """`` (at file:line, in name)`` for the innermost frame outside torch and this library."""
-    frames = traceback.extract_tb(trace) if trace is not None else traceback.extract_stack()
-    for frame in reversed(frames):
-        if frame.filename == __file__ and frame.name == _FlatCall.forward.__name__:
-            break  # the model's code has returned
-        if not frame.filename.startswith((OUR_FILES, TORCH_FILES, contextlib.__file__, "<")):
-            return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
-    return ""
 
 
 # --- the graph ----------------------------------------------------------------------------------
