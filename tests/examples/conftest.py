@@ -47,7 +47,9 @@ def run_example(
                 runpy.run_path(path, run_name="__main__")
             return capsys.readouterr().out
         if not torchrun:
-            return _in_processes(path, num_processes, environment, tmp_path / "output")
+            return _in_processes(
+                [path, *arguments], num_processes, environment, tmp_path / "output"
+            )
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -64,7 +66,9 @@ def run_example(
     return run
 
 
-def _in_processes(path: str, num: int, environment: Mapping[str, str], output: Path) -> str:
+def _in_processes(
+    command: list[str], num: int, environment: Mapping[str, str], output: Path
+) -> str:
     """What all ranks print, in order of ranks."""
     context = fork_server()
     shared = {
@@ -77,7 +81,7 @@ def _in_processes(path: str, num: int, environment: Mapping[str, str], output: P
     ranks = []
     for rank in range(num):
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(context.Process(target=_as_rank, args=(path, own, f"{output} {rank}")))
+        ranks.append(context.Process(target=_as_rank, args=(command, own, f"{output} {rank}")))
         ranks[-1].start()
     deadline = time.monotonic() + 200
     for process in ranks:
@@ -89,11 +93,11 @@ def _in_processes(path: str, num: int, environment: Mapping[str, str], output: P
     return printed
 
 
-def _as_rank(path: str, environment: Mapping[str, str], output: str) -> None:
+def _as_rank(command: list[str], environment: Mapping[str, str], output: str) -> None:
     os.environ.update(environment)
-    sys.argv = [path]
+    sys.argv = command
     sys.path.insert(0, str(EXAMPLES))
     with open(output, "w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    runpy.run_path(path, run_name="__main__")
+    runpy.run_path(command[0], run_name="__main__")

@@ -9,18 +9,20 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import penstock
 from penstock.testing.processes import run_ranks
-from tests.integrations.trainer_runs import llama
+from tests.integrations.trainer_runs import SIZES
 
 
 class Scores(nn.Module):
-    """A Llama that returns scores alone."""
+    """A Llama of two layers that returns scores alone."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.llama: Any = llama().eval()
+        torch.manual_seed(0)
+        self.llama: Any = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 2})).eval()
         self.llama.config.use_cache = False
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -42,7 +44,7 @@ def infer(rank: int, num_ranks: int, num_chunks: int) -> Tensor | None:
     with patch.dict(sys.modules, {"torch.distributed.pipelining": penstock}):
         piped = prepare_pippy(
             Scores(),
-            split_points=["llama.model.layers.2"],
+            split_points=["llama.model.layers.1"],
             example_args=(IDS[: len(IDS) // num_chunks],),
             num_chunks=num_chunks,
         )

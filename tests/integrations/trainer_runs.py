@@ -113,7 +113,8 @@ def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) ->
 
 # By name: the settings, the Trainer's arguments, and the pipeline's.
 _EVERY: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
-_SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
+# The first checkpoint lies within the first of two epochs.
+_SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 2}
 # The norm of gradients, of which clipping takes a part, is summed in another order.
 _UNCLIPPED = {"max_grad_norm": 1e9}
 EXACT = ("bf16", "unclipped", "early stopping")
@@ -148,7 +149,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 # Two replicas do the work of twice as many accumulated batches, in the order of the data.
 _IN_ORDER = {"train_sampling_strategy": "sequential", "per_device_eval_batch_size": 2, **_EVERY}
 # A pipeline in one process draws the same numbers.
-DROPOUT = {"dropout": ({}, {"model": lambda: gpt2(0.3)}, {})}
+DROPOUT = {"dropout": ({"num_train_epochs": 2}, {"model": lambda: gpt2(0.3)}, {})}
 REPLICA_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "replicas": (_IN_ORDER | _SAVES, {}, {}),
     "replicas stream": (_IN_ORDER | {"max_steps": 3}, {"train_dataset": None}, {}),
@@ -167,7 +168,7 @@ def settings(folder: str, given: dict[str, Any]) -> TrainingArguments:
         "weight_decay": 0.1,
         # Gradients of key biases are rounding errors, which a small epsilon would blow up.
         "adam_epsilon": 1e-3,
-        "num_train_epochs": 2,
+        "num_train_epochs": 1,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
