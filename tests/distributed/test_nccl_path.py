@@ -7,6 +7,7 @@ is not shown here; that the same calls are made by all ranks in an order that en
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -21,12 +22,12 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from penstock import Pipeline, _torch_compat
+from penstock.errors import ScheduleError
 from penstock.runtime import pipeline_schedule
 from penstock.runtime.comm import nccl
 from penstock.runtime.comm.c10d import C10dTransport, as_wire
-from penstock.runtime.comm.nccl import NcclTransport, channels_of, pairs_of
+from penstock.runtime.comm.nccl import NcclTransport, pairs_of
 from penstock.runtime.failure import Calls, ErrorStore, Peers, Watchdog
-from penstock.schedule.channels import TWO_WAY
 from penstock.testing.processes import run_ranks
 from tests.agreement import ROUNDING, Twins
 from tests.models import features, mlp
@@ -269,15 +270,21 @@ def test_ranks_meet_on_the_host() -> None:
     assert noted == [torch.device("cpu")] and transport._calls.collectives == 1
 
 
-@pytest.mark.parametrize("value", ["1", "8", None])
-def test_one_queue_for_all_streams_asks_for_one_order_per_pair(
-    value: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    if value is not None:
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
-    assert channels_of(torch.device("cuda", 0)).per_pair == (value == "1")
-    assert channels_of(torch.device("cpu")) == TWO_WAY
+def make_with_one_queue(rank: int, num_ranks: int) -> str:
+    """Rank 1 alone has one queue for all streams."""
+    take_the_way_of_nccl()
+    if rank == 1:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    with pytest.raises(ScheduleError) as caught:
+        pipe = Pipeline(mlp(num_ranks), loss_fn=F.mse_loss, n_microbatches=2, timeout_s=60.0)
+        inputs, target = features(4, 0)
+        pipe.step(inputs, target=target)
+    return str(caught.value)
+
+
+def test_one_queue_for_all_streams_is_refused_on_every_rank() -> None:
+    for outcome in run_ranks(make_with_one_queue, 2):
+        assert "CUDA_DEVICE_MAX_CONNECTIONS=1 gives the device one queue" in outcome.result()
 
 
 def dropped(rank: int, num_ranks: int) -> int:

@@ -8,9 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock import Program
-from penstock.schedule.channels import Channels
-from penstock.schedule.check import check
-from penstock.schedule.passes import lower
 from tests.agreement import ROUNDING, Twins
 from tests.models import ConvNorm, features, images, mlp
 from tests.programs import computed_programs
@@ -23,14 +20,6 @@ def test_any_program_trains_right(program: Program, more_rows: int) -> None:
     for step in range(2):
         inputs, target = features(program.num_microbatches + more_rows * step, step)
         both.step(inputs, target=target)
-
-
-@given(computed_programs(backward=True, max_stages=4, max_microbatches=3))
-def test_any_program_with_transfers_for_one_channel_per_pair_trains_right(program: Program) -> None:
-    lowered = check(lower(program, channels=Channels(per_pair=True)))
-    both = Twins(mlp(program.num_stages), F.mse_loss, schedule=lowered, tolerance=ROUNDING)
-    inputs, target = features(program.num_microbatches, 0)
-    both.step(inputs, target=target)
 
 
 @given(computed_programs(backward=True, max_stages=4), st.sets(st.integers(0, 3)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
+from penstock.schedule.acknowledgements import acknowledgements
 from penstock.schedule.action import Action, Op, action
-from penstock.schedule.channels import acknowledgements
 from penstock.schedule.check import global_order
 from penstock.schedule.family import Family
 from penstock.schedule.passes import lower

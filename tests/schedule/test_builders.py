@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, Overlap
-from penstock.schedule.channels import Channels
 from penstock.schedule.check import check
 from penstock.schedule.family import Arrangement, Family
 from penstock.schedule.passes import lower
@@ -22,7 +21,6 @@ from penstock.simulate.memory import peak_in_flight
 from penstock.simulate.simulation import Simulation, simulate
 
 NAMES = [each.name for each in schedules()]
-ONE_CHANNEL = Channels(per_pair=True)
 
 
 def numbers(name: str) -> list[tuple[int, int, int]]:
@@ -107,10 +105,6 @@ def it_is_proven_with_its_messages(result: Simulation) -> None:
     assert simulate(check(lower(result.program))).makespan == result.makespan
 
 
-def it_is_proven_over_one_channel(result: Simulation) -> None:
-    check(lower(result.program, channels=ONE_CHANNEL), ONE_CHANNEL)
-
-
 def ranks_are_as_busy_as_the_work_is_long(result: Simulation) -> None:
     program = result.program
     chunks = program.placement.num_model_stages // program.num_ranks * program.num_microbatches
@@ -181,14 +175,13 @@ LAWS = (
     gradients_are_summed_in_the_order_of_microbatches,
     it_is_proven,
     it_is_proven_with_its_messages,
-    it_is_proven_over_one_channel,
     ranks_are_as_busy_as_the_work_is_long,
     messages_cross_where_the_next_stage_is_elsewhere,
     memory_stays_in_its_bound,
 )
 
 # Proofs of many messages take longest: every so many are made.
-EVERY = {it_is_proven_with_its_messages: 2, it_is_proven_over_one_channel: 3}
+EVERY = {it_is_proven_with_its_messages: 2}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,7 +18,6 @@ from penstock.cli.settings import (
     with_options,
 )
 from penstock.errors import ScheduleError
-from penstock.schedule.check import Channels
 from penstock.schedule.check import check as check_program
 from penstock.schedule.family import Family
 from penstock.schedule.passes import lower
@@ -198,10 +197,6 @@ def _refuse_unused(sources: list[str], settings: Settings) -> None:
 
 def check(
     file: Annotated[str, typer.Argument(help="A program as CSV, in torch's form, or as JSON.")],
-    *,
-    per_pair: Annotated[
-        bool, option("One channel per pair of ranks, as NCCL has, instead of two.", "--per-pair")
-    ] = False,
 ) -> None:
     """Prove that a program is valid; else list its problems, with exit code 1."""
     if not is_file(file):
@@ -209,15 +204,15 @@ def check(
             f"{file!r} is no file; check takes a program as *.csv or *.json, and any other with "
             f"its folder, as ./{file}"
         )
-    model, console = Channels(per_pair=per_pair), out.console()
+    console = out.console()
     program = load(file, Settings())
     if isinstance(program, Trace):
         raise ScheduleError(f"{file}: a trace of what ran; check takes a program")
     try:
-        checked = check_program(program, model)
+        checked = check_program(program)
         if not program.has_transfers:
             # Check the program that runs: the one with its transfers inserted.
-            check_program(lower(checked, channels=model), model)
+            check_program(lower(checked))
     except ScheduleError as error:
         console.print(f"[bold red]wrong[/] {_summary(program)}", soft_wrap=True)
         typer.echo(str(error))

@@ -36,7 +36,6 @@ from penstock.runtime.comm.agreement import (
     gather_batch_facts,
 )
 from penstock.runtime.comm.base import Transport
-from penstock.runtime.comm.nccl import channels_of
 from penstock.runtime.config import RunConfig
 from penstock.runtime.executor import BoundAction, merge_spans
 from penstock.runtime.microbatch import inputs_digest
@@ -114,7 +113,6 @@ class Engine:
         # By train, and the number of microbatches with rows.
         self._bound: dict[tuple[bool, int], BoundProgram] = {}
         self._find_replicas()
-        self._channels = channels_of(next(iter(self.stages.values())).device)
         self._elsewhere = KwargsElsewhere()
         self._pair_function = pair_function
         self._eval, self._train = (self._bind(t, program.num_microbatches) for t in (False, True))
@@ -138,7 +136,7 @@ class Engine:
         return self._bound[key]
 
     def _lowered(self, train: bool, num_microbatches: int) -> CheckedProgram:
-        program, channels = keep_microbatches(self.requested, num_microbatches), self._channels
+        program = keep_microbatches(self.requested, num_microbatches)
         sharding = train and self._replicas.sharded
         try:
             program = program if train else forward_only(program)
@@ -147,9 +145,8 @@ class Engine:
                 sharding=sharding,
                 max_active_stages=self.config.max_active_stages,
                 unshard_lookahead=self.config.unshard_lookahead,
-                channels=channels,
             )
-            return check(lowered, channels)
+            return check(lowered)
         except ScheduleError:
             check(self.requested)  # raises, if it can, in terms of the caller's own steps
             raise
@@ -242,7 +239,6 @@ class Engine:
             "the program": text,
             "dynamic_shapes": config.dynamic_shapes,
             "microbatch_rng": config.microbatch_rng,
-            "CUDA_DEVICE_MAX_CONNECTIONS=1": self._channels.per_pair,
             "having a loss_fn": config.loss_fn is not None,
             "what stages share": self._shared_params.facts,
             "the first call": call,

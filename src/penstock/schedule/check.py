@@ -7,8 +7,8 @@ Proven of a checked program:
 - each forward runs once, and so does each backward, if any, whole (B) or split (I, W);
 - each value that crosses ranks has exactly one send and one receive, and both ends of every
   directed pair of ranks have them in the same order;
-- all ranks run to their end over the requested channels (``Channels``), each action after its
-  prerequisites, even if a send blocks until the matching receive is posted;
+- all ranks run to their end, each action after its prerequisites, even if a send blocks until the
+  matching receive is posted; posting never blocks, the use of the message does;
 - a sharded stage is unsharded whenever it computes (the end of a step reshards it);
 - activations are present when the backward needs them, after recomputation or reload if any;
 - gradients are reduced after the last weight gradient, once, for all stages or for none.
@@ -25,14 +25,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import chain
 from typing import TypeAlias
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Action, Op, Step, action
-from penstock.schedule.channels import TWO_WAY, Channels, blocking_replay, message_orders
 from penstock.schedule.index import IndexedProgram, faults, index_program
 from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
-from penstock.schedule.replay import DependencyReplay
+from penstock.schedule.replay import DependencyReplay, blocking_replay
 from penstock.schedule.rules import (
     BACKWARDS,
     COMPUTE,
@@ -44,7 +44,7 @@ from penstock.schedule.rules import (
 )
 from penstock.schedule.wording import Problem, number_of
 
-__all__ = ["TWO_WAY", "Channels", "Problem", "check", "global_order", "last_steps", "problems"]
+__all__ = ["Problem", "check", "global_order", "last_steps", "problems"]
 
 _SHOWN = 20
 _BACKWARDS = (Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
@@ -63,12 +63,11 @@ _Place: TypeAlias = tuple[int, int]
 """A rank and the index of one of its steps."""
 
 
-def check(program: Program, channels: Channels = TWO_WAY) -> CheckedProgram:
+def check(program: Program) -> CheckedProgram:
     """Prove that a program is valid, or raise with all its problems.
 
     Args:
         program: any program, with or without transfers.
-        channels: the channels of messages; by default those that the runtime requires.
 
     Returns:
         The same program, as the type that runs.
@@ -87,7 +86,7 @@ def check(program: Program, channels: Channels = TWO_WAY) -> CheckedProgram:
           rank 1, step 0 (1B0): 1B0 needs 1F0, which comes only at step 1
           rank 0, step 1 (0B0): deadlock: waits for rank 1 to do 1B0 (its step 0), ...
     """
-    found = problems(program, channels)
+    found = problems(program)
     if found:
         number = "a problem" if len(found) == 1 else f"{len(found)} problems"
         lines = [f"  {problem}" for problem in found[:_SHOWN]]
@@ -100,18 +99,13 @@ def check(program: Program, channels: Channels = TWO_WAY) -> CheckedProgram:
     return CheckedProgram(**{each.name: getattr(program, each.name) for each in fields(Program)})
 
 
-def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, ...]:
+def problems(program: Program) -> tuple[Problem, ...]:
     """The problems of a program; none for a program that ``check`` accepts.
 
     Problems are reported in stages, each alone: first impossible steps, then duplicate, missing or
-    superfluous actions, then the order. Takes the arguments of ``check``.
+    superfluous actions, then the order.
     """
     refuse_no_program(program, "check()")
-    if not isinstance(channels, Channels):
-        raise ScheduleError(
-            f"channels={channels!r}: expected Channels of penstock.schedule.channels, such as "
-            "Channels(per_pair=True)"
-        )
     found = [Problem(rank=None, step=None, action=None, message=m) for m in _sizes(program)]
     if found:
         return tuple(found)
@@ -127,7 +121,7 @@ def problems(program: Program, channels: Channels = TWO_WAY) -> tuple[Problem, .
     transfers = not used.isdisjoint(TRANSFERS)
     if transfers:
         found += _order_problems(program, indexed)
-    replay = blocking_replay(indexed, channels, transfers=transfers)
+    replay = blocking_replay(indexed, transfers=transfers)
     if not replay.play():
         found += _stuck_problems(program, replay, indexed)
     if not used.isdisjoint(_STATES.keys() - BACKWARDS):
@@ -148,7 +142,7 @@ def global_order(program: Program) -> tuple[tuple[int, Step], ...]:
     follows its send. A program that is not a ``CheckedProgram`` is checked first.
     """
     checked = program if isinstance(program, CheckedProgram) else check(program)
-    replay = blocking_replay(index_program(checked), TWO_WAY, transfers=checked.has_transfers)
+    replay = blocking_replay(index_program(checked), transfers=checked.has_transfers)
     ended = replay.play()
     assert ended, "a checked program runs to its end"
     return tuple(
@@ -260,9 +254,33 @@ def _count_problems(
             yield Problem(rank=rank, step=None, action=str(act), message=message)
 
 
+def _message_orders(
+    program: IndexedProgram,
+) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
+    """By directed pair of ranks (from, to), the ids of its receives: by sends, and by posting."""
+    orders: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+    # By row: the list that a transfer belongs to, and the offset to the receive.
+    lists: list[tuple[list[int], int] | None] = []
+    for transfer in program.transfers():
+        if transfer is None:
+            lists.append(None)
+        elif transfer.is_send:
+            sent, _ = orders.setdefault((transfer.rank, transfer.peer), ([], []))
+            lists.append((sent, transfer.offset))
+        else:
+            _, posted = orders.setdefault((transfer.peer, transfer.rank), ([], []))
+            lists.append((posted, 0))
+    width = program.num_microbatches
+    for number in chain(*program.queues):
+        entry = lists[number // width] if number >= 0 else None
+        if entry is not None:
+            entry[0].append(number + entry[1])
+    return orders
+
+
 def _order_problems(program: Program, indexed: IndexedProgram) -> Iterator[Problem]:
     """The first order mismatch between the two ends of each directed pair of ranks."""
-    for (source, target), (sent, posted) in sorted(message_orders(indexed).items()):
+    for (source, target), (sent, posted) in sorted(_message_orders(indexed).items()):
         if sent == posted:
             continue
         k = next(k for k, ends in enumerate(zip(sent, posted, strict=True)) if ends[0] != ends[1])

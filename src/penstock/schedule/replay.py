@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from penstock.schedule.index import IndexedProgram, Offsets
 
-__all__ = ["DependencyReplay", "RowNeeds", "needed_results", "replay_of"]
+__all__ = ["DependencyReplay", "RowNeeds", "blocking_replay", "needed_results"]
 
 RowNeeds: TypeAlias = Sequence[Sequence[tuple[int, float]]]
 """By row, the offset of each prerequisite, and the delay from its end to its arrival."""
@@ -38,24 +38,14 @@ def needed_results(
     ]
 
 
-def replay_of(
-    program: IndexedProgram,
-    required: Offsets,
-    *,
-    more: Mapping[int, Sequence[int]] | None = None,
-    durations: Sequence[float] | None = None,
-) -> DependencyReplay:
-    """A replay of a program whose results arrive at once; not played yet.
-
-    ``required`` gives the offsets of the prerequisites by row, ``more`` further ids that must be
-    complete by id, ``durations`` the times by row. Sequence chunks wait for each other, too.
-    """
-    extra = {number: (other,) for number, other in program.required_chunks().items()}
-    for number, others in (more or {}).items():
-        extra[number] = (*extra.get(number, ()), *others)
+def blocking_replay(program: IndexedProgram, *, transfers: bool) -> DependencyReplay:
+    """A replay without times, not played yet; each send of a program with ``transfers`` blocks
+    until the matching receive is posted."""
+    required = program.blocking() if transfers else program.required()
+    chunks = {number: (other,) for number, other in program.required_chunks().items()}
     width = program.num_microbatches
     needs = [tuple((offset, 0.0) for offset in row) for row in required]
-    fulfilled = needed_results(program.fulfilled(), needs, width, chain(*extra.values()))
+    fulfilled = needed_results(program.fulfilled(), needs, width, chain(*chunks.values()))
     # The ids in reach of those that occur: most programs have no use for most ids.
     last = max(program.ids(), default=0) // width
     reach = (max((0, *required[row], *fulfilled[row])) // width + row for row in range(last + 1))
@@ -66,8 +56,7 @@ def replay_of(
         width=width,
         needs=needs,
         fulfilled=fulfilled,
-        more=extra,
-        durations=durations,
+        more=chunks,
     )
 
 

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import schedules as peer
 from penstock.errors import ScheduleError
 from penstock.schedule import passes
 from penstock.schedule.action import Action, Op, Step, action
-from penstock.schedule.check import Channels, check, problems
+from penstock.schedule.check import check, problems
 from penstock.schedule.passes import (
     forward_only,
     insert_sharding,
@@ -29,19 +29,11 @@ from penstock.schedule.passes.lower import keep_microbatches
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.registry import build
 from penstock.schedule.rules import COMPUTE, COVERS, TRANSFERS
-from penstock.schedule.text import format_csv, parse_csv
+from penstock.schedule.text import parse_csv
 from tests.programs import computed_programs
 from tests.readiness import prerequisites
-from tests.schedule.plain_channels import plays_over
 from tests.schedule.plain_check import without_transfers
 
-# For each transfer: where the stage at its other end lies, and what receives there or here.
-MEETS = {
-    Op.SEND_F: (+1, Op.RECV_F),
-    Op.RECV_F: (-1, Op.RECV_F),
-    Op.SEND_B: (-1, Op.RECV_B),
-    Op.RECV_B: (+1, Op.RECV_B),
-}
 SENDS = {Op.SEND_F: Op.FORWARD, Op.SEND_B: Op.INPUT_GRAD}
 
 
@@ -99,42 +91,6 @@ def test_a_receive_is_posted_one_computing_step_ahead_or_earlier(program: Progra
                 ):
                     if needed.op in TRANSFERS:
                         assert steps.index(needed) < computing[max(k - 1, 0)]
-
-
-ONE_CHANNEL = Channels(per_pair=True)
-
-
-@given(computed_programs(max_splits=3))
-def test_one_channel_per_pair_of_ranks_is_used_in_one_order_at_both_ends(program: Program) -> None:
-    lowered = insert_transfers(program, channels=ONE_CHANNEL)
-    assert without_transfers(lowered) == program
-    for per_pair in (False, True):
-        channels = Channels(per_pair=per_pair)
-        assert problems(lowered, channels) == ()
-        assert plays_over(lowered, channels)
-    used: dict[frozenset[int], dict[int, list[Action]]] = {}
-    for rank, steps in enumerate(lowered.ranks):
-        for act in (act for step in steps for act in step.parts):
-            if act.op in TRANSFERS:
-                offset, receive = MEETS[act.op]
-                other = program.placement.neighbour(act.stage, offset)
-                assert other is not None
-                pair = frozenset({rank, program.placement.rank_of(other)})
-                at = act if receive is act.op else action(other, receive, act.microbatch)
-                used.setdefault(pair, {}).setdefault(rank, []).append(at)
-    for ends in used.values():
-        one, two = ends.values()
-        assert one == two
-
-
-def test_over_one_channel_a_receive_stands_where_its_message_is_sent() -> None:
-    program = parse_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-    assert format_csv(insert_transfers(program, channels=ONE_CHANNEL)) == (
-        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
-        "1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
-    )
-    # One step earlier, as over two channels, ranks wait for each other at the first message.
-    assert problems(insert_transfers(program), ONE_CHANNEL)
 
 
 def test_a_receive_is_hoisted_no_further_than_where_ranks_would_wait_for_each_other() -> None:

@@ -7,9 +7,6 @@ runs ahead of the device, and keeps tensors alive until the device has sent them
 The host blocks at the first exchange of two ranks, and within a step these waits could form a
 cycle. Connections are therefore made before the first step, in one global order of pairs: in rounds
 of disjoint pairs, which connect at the same time. Schedules over one group share its NCCL groups.
-
-With a single device queue for all streams (``CUDA_DEVICE_MAX_CONNECTIONS=1``) a receive at its
-head would block the compute that the peer waits for. Each pair of ranks then uses one channel.
 """
 
 from __future__ import annotations
@@ -30,13 +27,12 @@ from torch import Tensor
 
 from penstock import _torch_compat
 from penstock.cause import key_of
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, ScheduleError
 from penstock.runtime.comm.c10d import MAX_TIMEOUT_S, C10dTransport, InFlightSends
 from penstock.runtime.failure import BackgroundCall, Peers, Wait, poll
-from penstock.schedule.channels import Channels
 from penstock.stage.device_streams import Event, streams_of
 
-__all__ = ["NcclTransport", "channels_of", "pairs_of"]
+__all__ = ["NcclTransport", "pairs_of"]
 
 # After a failure, the time for the device to finish the previous step, whose results are in use.
 MAX_SETTLE_S = 30.0
@@ -67,6 +63,12 @@ class NcclTransport(C10dTransport):
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, number: int, timeout_s: float
     ) -> None:
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            raise ScheduleError(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 gives the device one queue for all streams, in "
+                "which a receive would block the computation that its sender waits for; unset it, "
+                "or set it to 8"
+            )
         super().__init__(group, device, number, timeout_s)
         self._limit = ()
         # An event behind each message or collective that the device may wait for, oldest first.
@@ -198,12 +200,6 @@ class NcclTransport(C10dTransport):
 def _abort(group: dist.ProcessGroup) -> None:
     with contextlib.suppress(RuntimeError):
         group.abort()
-
-
-def channels_of(device: torch.device) -> Channels:
-    """The channels between ranks: one per pair, or one per direction."""
-    has_one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-    return Channels(per_pair=device.type == "cuda" and has_one_queue)
 
 
 def pairs_of(rank: int, peers: Iterable[int]) -> list[tuple[int, int]]:

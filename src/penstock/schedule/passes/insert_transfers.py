@@ -6,15 +6,6 @@
 A send stands right after the step that makes the value. A receive is posted one computing step
 ahead of the step that uses the value, so that the value travels while the step before computes, or
 earlier: to keep the same order at both ends of a directed pair of ranks, or to prevent a deadlock.
-
-If a pair of ranks has one channel for both directions, a posted receive blocks later sends until
-its message arrives. So both ends have the messages of both directions in one order, that of sending
-in a replay where F, I and W take one unit each:
-
-    rank 0   0F0 0F1 .   .   0B0 0B1     0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
-    rank 1   .   1F0 1B0 --- 1F1 1B1     1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
-
-A rank waits only for earlier actions of the replay, so there is no deadlock, whatever the costs.
 """
 
 from __future__ import annotations
@@ -22,33 +13,27 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 
 from penstock.errors import InternalError
-from penstock.schedule.action import Action, Op, action
-from penstock.schedule.channels import TWO_WAY, Channels, blocking_replay
+from penstock.schedule.action import Action, action
 from penstock.schedule.check import check
 from penstock.schedule.index import IndexedProgram, index_program
 from penstock.schedule.program import CheckedProgram, Program, refuse_present
-from penstock.schedule.replay import replay_of
+from penstock.schedule.replay import blocking_replay
 from penstock.schedule.rules import COMPUTE, TRANSFERS
 
 __all__ = ["insert_transfers"]
 
-# Other ops take no time in the replay, and send nothing.
-_UNITS = {**dict.fromkeys(COMPUTE, 1), Op.FULL_BACKWARD: 2}
 
-
-def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Program:
+def insert_transfers(program: Program) -> Program:
     """Insert a send and a receive for every value that crosses ranks.
 
-    Keeps the order of all other steps. The result passes ``check(..., channels)``: it completes
-    even if a send blocks until the matching receive is posted.
+    Keeps the order of all other steps. The result passes ``check``: it completes even if a send
+    blocks until the matching receive is posted.
 
     Args:
         program: a program without transfers.
-        channels: the channels of messages. A program for one channel per pair is valid over any
-            channels, but posts its receives later.
 
     Raises:
         ScheduleError: the program already has transfers, or ``check`` finds problems.
@@ -63,7 +48,6 @@ def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Progr
     if not isinstance(program, CheckedProgram):
         check(program)
     computed = index_program(program)
-    queues = _in_one_order(computed) if channels.per_pair else _just_ahead(computed)
     width = program.num_microbatches
     # By id, the action of a transfer; None for other ids and, counted from the end, for pairs.
     made: list[Action | None] = [None] * computed.size
@@ -72,7 +56,7 @@ def insert_transfers(program: Program, *, channels: Channels = TWO_WAY) -> Progr
             op, stage = computed.op_and_stage(row)
             made[row * width : (row + 1) * width] = [action(stage, op, m) for m in range(width)]
     ranks = []
-    for steps, queue in zip(program.ranks, queues, strict=True):
+    for steps, queue in zip(program.ranks, _just_ahead(computed), strict=True):
         kept = iter(steps)
         ranks.append([made[number] or next(kept) for number in queue])
     return program.with_ranks(ranks)
@@ -109,7 +93,7 @@ def _just_ahead(computed: IndexedProgram) -> list[list[int]]:
     queues = []
     for queue, receives_here in zip(computed.queues, arriving, strict=True):
         merged: list[int] = []
-        # From the last to the first, to be popped; those of one place in order of their channels.
+        # From the last to the first, to be popped; those of one place by rank of origin.
         unposted = sorted(receives_here, key=post_at.__getitem__)[::-1]
         for place, step in enumerate(queue):
             while unposted and post_at[unposted[-1]] == place:
@@ -132,7 +116,7 @@ def _without_deadlock(placed: IndexedProgram) -> list[list[int]]:
     width = placed.num_microbatches
     # By row of receives, the rank that posts the receive.
     posts = [None if each is None or each.is_send else each.rank for each in placed.transfers()]
-    replay = blocking_replay(placed, TWO_WAY, transfers=True)
+    replay = blocking_replay(placed, transfers=True)
     # By rank and place in its queue, the receives moved there.
     moved: defaultdict[int, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     stopped: list[int] = []
@@ -161,28 +145,3 @@ def _without_deadlock(placed: IndexedProgram) -> list[list[int]]:
             for number in (*by_place.get(place, ()), *(() if step in early else (step,)))
         ]
     return queues
-
-
-def _in_one_order(computed: IndexedProgram) -> list[list[int]]:
-    """For each rank its ids with transfers, in one order at both ends of each pair of ranks."""
-    width, sends = computed.num_microbatches, computed.sends()
-    units = [_UNITS.get(op, 0) for op, _ in computed.rows()]
-    replay = replay_of(computed, computed.required(), durations=units)
-    ended = replay.play()
-    assert ended, "only a program that runs to its end is given transfers"
-    # For each rank its steps and transfers by time: a step comes after the messages sent before its
-    # start, messages of the same time by number.
-    events: list[list[tuple[float, int, int, int]]] = [[] for _ in computed.queues]
-    for rank, queue in enumerate(computed.queues):
-        times = zip(replay.starts[rank], replay.ends[rank], strict=True)
-        for place, step in enumerate(queue):
-            parts = computed.parts(step)
-            span = list(islice(times, len(parts)))
-            start, end = span[0][0], span[-1][1]
-            events[rank].append((start, 1, place, step))
-            for part in parts:
-                if (send := sends[part // width]) is not None:
-                    message = part + send[1]
-                    events[rank].append((end, 0, message, part + send[0]))
-                    events[send[2]].append((end, 0, message, message))
-    return [[number for *_, number in sorted(each)] for each in events]

@@ -10,7 +10,6 @@ from typing import Literal, TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, Step, action
-from penstock.schedule.channels import TWO_WAY, Channels
 from penstock.schedule.check import last_steps
 from penstock.schedule.passes.insert_transfers import insert_transfers
 from penstock.schedule.program import Program, refuse_no_program, refuse_present
@@ -37,7 +36,6 @@ def lower(
     sharding: bool = False,
     max_active_stages: int = 3,
     unshard_lookahead: Lookahead = "full",
-    channels: Channels = TWO_WAY,
 ) -> Program:
     """Insert gradient reductions, sharding if requested, and transfers.
 
@@ -48,7 +46,6 @@ def lower(
         program: any program that ``check`` accepts.
         sharding: if True, inserts UNSHARD and RESHARD for sharded parameters.
         max_active_stages, unshard_lookahead: see ``insert_sharding``.
-        channels: the channels of messages, see ``insert_transfers``.
 
     Raises:
         ScheduleError: ``check`` finds problems in a program without transfers.
@@ -68,7 +65,7 @@ def lower(
             program, max_active_stages=max_active_stages, unshard_lookahead=unshard_lookahead
         )
     if used.isdisjoint(TRANSFERS):
-        program = insert_transfers(program, channels=channels)
+        program = insert_transfers(program)
     return program
 
 
