@@ -28,7 +28,6 @@ METHODS = {
     "periodic patterns": ("_tune_patterns", "any", ("periodic",)),
     "local search": ("_search_locally", "any", ("local",)),
     "exact search": ("_search_exactly", "small", ("exact",)),
-    "overlapped blocks": ("_overlap", "overlap", ("overlap",)),
     "memory reduction": ("_reduce", "reduced", ("recompute", "offload")),
 }
 SECONDS = 0.3
@@ -74,7 +73,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
         if number >= 38:
             name, ranks, microbatches, usual, limit = "large", 32, 144 // virtual, 32 * virtual, 32
         elif number >= 34:
-            name, more["overlap"] = "overlap", 1.5
+            more["overlap"] = 1.5
         elif number >= 28:
             name, limit = "reduced", virtual + number % 3 // 2
             options = {"recompute": number % 2 == 0, "offload": number % 2 == 1}

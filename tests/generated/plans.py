@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import penstock
-from penstock.schedule.action import Action, action
+from penstock.schedule.action import Action, Op, Step, action
 from penstock.schedule.family import Family
-from penstock.schedule.passes import merge_backward, offload, recompute
+from penstock.schedule.passes import offload, recompute
 from penstock.schedule.program import Program
 from penstock.schedule.registry import family
 from penstock.schedule.rules import COVERS, HOST_TRANSFERS
@@ -88,7 +88,7 @@ class Plan:
             **({"splits": self.pieces} if "splits" in self.family.options else {}),
         )
         if self.merged:
-            program = merge_backward(program)
+            program = with_whole_backwards(program)
         if self.order is not None:
             program = in_any_order(program, Draws(self.order))
         match self.kept:
@@ -97,6 +97,22 @@ class Plan:
             case "offload":
                 program = offload(program, stages=self.stages, ahead=self.ahead)
         return program
+
+
+def with_whole_backwards(program: Program) -> Program:
+    """The program with a full backward for each I with its W right behind it."""
+    ranks = []
+    for steps in program.ranks:
+        whole: list[Step] = []
+        for step in steps:
+            act = step.parts[0]
+            input_grad = action(act.stage, Op.INPUT_GRAD, act.microbatch)
+            if act.op is Op.WEIGHT_GRAD and whole[-1] == input_grad:
+                whole[-1] = action(act.stage, Op.FULL_BACKWARD, act.microbatch)
+            else:
+                whole.append(step)
+        ranks.append(whole)
+    return program.with_ranks(ranks)
 
 
 def in_any_order(program: Program, draws: Draws) -> Program:

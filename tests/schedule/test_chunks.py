@@ -5,7 +5,7 @@ import pytest
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Op, action
 from penstock.schedule.check import check, problems
-from penstock.schedule.passes import forward_only, lower, merge_backward
+from penstock.schedule.passes import forward_only, lower
 from penstock.schedule.placement import bidirectional, linear
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build
@@ -83,7 +83,6 @@ def test_every_pass_and_file_keeps_the_number_of_chunks() -> None:
         SPLIT,
         lowered,
         check(lowered),
-        merge_backward(lowered),
         forward_only(lowered),
         from_json(to_json(SPLIT)),
         parse_csv(format_csv(SPLIT), num_splits=3),

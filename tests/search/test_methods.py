@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from penstock import Costs, Op, Program, build, check, simulate
 from penstock.schedule.action import Action, action
 from penstock.schedule.placement import linear, looped, v_shape
-from penstock.schedule.text import format_csv, parse_csv
+from penstock.schedule.text import parse_csv
 from penstock.schedule.workload import schedule_by_priority
-from penstock.search.engine import overlapped
 from penstock.search.exact import improve
 from penstock.search.local_search import ExchangedOrder, anneal
 from penstock.search.patterns import (
@@ -287,19 +286,6 @@ def test_full_backwards_that_hold_less_than_split_ones_are_not_split() -> None:
     assert ops == {Op.FORWARD, Op.FULL_BACKWARD}
     free = problem.limited(math.inf)
     assert improve(free, worst(free), effort_s=1, clock_s=30, seed=0).bound == 7
-
-
-def test_neighbours_become_blocks_where_that_takes_less_time() -> None:
-    problem = problem_of(linear(2), 4, costs=Costs(overlap=[1, 3]))
-    paired = overlapped(problem, build("1f1b", ranks=2, microbatches=4))
-    assert paired is not None
-    # On rank 1 a block takes as long as its parts.
-    assert format_csv(paired).split() == [
-        "0F0,0F1,(0F2;0B0)OVERLAP_F_B,(0F3;0B1)OVERLAP_F_B,0B2,0B3",
-        "1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3",
-    ]
-    assert overlapped(problem, build("gpipe", ranks=2, microbatches=4)) is None
-    assert overlapped(problem_of(linear(2), 4), build("1f1b", ranks=2, microbatches=4)) is None
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])

@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.errors import ScheduleError
 from penstock.partition.ties import Tie
-from penstock.schedule.passes.lower import Lookahead
+from penstock.schedule.passes import Lookahead
 
 if TYPE_CHECKING:
     from penstock.partition.cutting import CutMethod

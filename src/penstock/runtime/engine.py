@@ -43,8 +43,7 @@ from penstock.runtime.overlap import PairFunction
 from penstock.runtime.shape_ids import KwargsElsewhere
 from penstock.runtime.step import StepState
 from penstock.schedule.check import check
-from penstock.schedule.passes import forward_only, lower
-from penstock.schedule.passes.lower import keep_microbatches
+from penstock.schedule.passes import forward_only, keep_microbatches, lower
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import TRANSFERS
 from penstock.schedule.text import to_json

@@ -23,7 +23,7 @@ from penstock.runtime.config import LossFn, RunConfig
 from penstock.runtime.engine import Engine
 from penstock.runtime.overlap import PairFunction
 from penstock.runtime.step import BatchSplitter, StepState
-from penstock.schedule.passes.lower import Lookahead
+from penstock.schedule.passes import Lookahead
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family
 from penstock.trace import Trace

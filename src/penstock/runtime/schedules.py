@@ -19,7 +19,7 @@ from penstock.runtime.config import LossFn
 from penstock.runtime.overlap import PairFunction
 from penstock.runtime.pipeline_schedule import PipelineSchedule, group_of
 from penstock.schedule.action import Overlap
-from penstock.schedule.passes.lower import Lookahead
+from penstock.schedule.passes import Lookahead
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.registry import family
 from penstock.schedule.text import load_csv, save_csv

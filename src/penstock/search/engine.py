@@ -4,7 +4,6 @@
     periodic patterns  tuned on few microbatches, the best stretched to all
     local search       neighbours on the critical path of several orders, if the step is not large
     exact              CP-SAT, started from the best, if the step is small
-    overlap            forwards and backwards as overlapped pairs, if the costs give the time
     memory reduction   if allowed: ranks that hold too much recompute or offload stages
 
 Each method starts from the programs found before; a worse program never replaces a better one.
@@ -20,11 +19,7 @@ from importlib.util import find_spec
 from itertools import product
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action, Op, Overlap, Step
-from penstock.schedule.check import problems as problems_in
-from penstock.schedule.passes import merge_backward
 from penstock.schedule.placement import Placement
-from penstock.schedule.program import Program
 from penstock.schedule.registry import build, schedules
 from penstock.schedule.rules import COMPUTE, INPUT_GRADS
 from penstock.search.exact import improve
@@ -35,7 +30,7 @@ from penstock.search.problem import Objective, Order, SearchProblem, problems_of
 from penstock.search.state import Budget, SearchResult, SearchState, meets
 from penstock.simulate.costs import Costs, build_for
 
-__all__ = ["overlapped", "search"]
+__all__ = ["search"]
 
 _UNIT = Costs()
 # The share of the search without a limit if programs may be reduced.
@@ -59,8 +54,6 @@ _OF_A_METHOD, _START_NEAR_BEST = 3, 1.1
 # The share of the time after which the clock of local search counts, and how far ahead of the share
 # of the work it then is.
 _RATED, _AHEAD = 0.1, 1.2
-# The number of programs per placement tried with overlapped pairs.
-_OVERLAPPED = 16
 
 
 def search(
@@ -192,8 +185,6 @@ def _run_methods(
         if not state.is_over():
             method(state, budget.part(share, of=left))
         left -= share
-    if not state.is_over():
-        _overlap(state)
 
 
 def _closed_forms(state: SearchState) -> None:
@@ -349,56 +340,3 @@ def _search_exactly(state: SearchState, budget: Budget) -> None:
         state.raise_bound(problem, answer.bound)
         if answer.order is not None:
             state.note_order(problem, answer.order, "exact")
-
-
-def _overlap(state: SearchState) -> None:
-    """Add the best programs of each placement with overlapped pairs, if costs give their time."""
-    for problem in state.problems:
-        for each in state.ranked(problem.placement, feasible=False)[:_OVERLAPPED]:
-            pairs = overlapped(problem, each.program)
-            if pairs is None:
-                continue
-            if state.is_late(times=3):
-                return
-            # Pairs may deadlock.
-            if not problems_in(pairs):
-                state.note(problem, pairs, f"overlap, after {each.method}")
-
-
-def overlapped(problem: SearchProblem, program: Program) -> Program | None:
-    """Pair each backward with the forward right after it, if that shortens the program.
-
-        rank 0  F0 F1 B0 F2 B1 F3 B2 B3       F0 F1 (F2;B0) (F3;B1) B2 B3
-        rank 1  F0 B0 F1 B1 F2 B2 F3 B3       F0 (F1;B0) (F2;B1) (F3;B2) B3
-
-    A pair holds the activations of both, and yields both results only at its end. Simulation
-    decides if the pairing pays.
-
-    Returns:
-        The program; None if no pair shortens it.
-    """
-    size = problem.placement.num_stages
-    if problem.costs.overlap is None:
-        return None
-    lengths = problem.costs.per_stage("overlap", num_stages=size)
-    durations = {op: problem.costs.of(op, num_stages=size) for op in (Op.FORWARD, *INPUT_GRADS)}
-
-    def gains(*steps: Step) -> bool:
-        ops = [step.op for step in steps if isinstance(step, Action)]
-        if len(ops) < 2 or ops[0] not in INPUT_GRADS or ops[1] is not Op.FORWARD:
-            return False
-        backward, forward = (part for step in steps for part in step.parts)
-        apart = durations[forward.op][forward.stage] + durations[backward.op][backward.stage]
-        return lengths[forward.stage] < apart
-
-    ranks = []
-    for steps in merge_backward(program).ranks:
-        paired: list[Step] = []
-        for step in steps:
-            if paired and gains(paired[-1], step):
-                paired[-1] = Overlap(parts=(*step.parts, *paired[-1].parts))
-            else:
-                paired.append(step)
-        ranks.append(tuple(paired))
-    pairs = program.with_ranks(tuple(ranks))
-    return pairs if len(pairs.overlapped_pairs) > len(program.overlapped_pairs) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,13 +18,12 @@ from penstock.schedule.passes import (
     forward_only,
     insert_sharding,
     insert_transfers,
+    keep_microbatches,
     lower,
-    merge_backward,
     offload,
     recompute,
     reduce_gradients,
 )
-from penstock.schedule.passes.lower import keep_microbatches
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.registry import build
 from penstock.schedule.rules import COMPUTE, COVERS, TRANSFERS
@@ -148,30 +146,12 @@ def test_no_more_stages_are_unsharded_than_allowed(
         assert not present
 
 
-@given(computed_programs(max_splits=3))
-def test_no_pair_is_left_to_merge_and_nothing_is_lost(program: Program) -> None:
-    merged = merge_backward(program)
-    for steps, before in zip(merged.ranks, program.ranks, strict=True):
-        split: list[Step] = []
-        for step in steps:
-            if isinstance(step, Action) and step.op is Op.FULL_BACKWARD and step not in before:
-                split.append(action(step.stage, Op.INPUT_GRAD, step.microbatch))
-                split.append(action(step.stage, Op.WEIGHT_GRAD, step.microbatch))
-            else:
-                split.append(step)
-        assert tuple(split) == before
-        for first, second in pairwise(steps):
-            if isinstance(first, Action) and first.op is Op.INPUT_GRAD:
-                assert second != action(first.stage, Op.WEIGHT_GRAD, first.microbatch)
-
-
 def test_a_pass_over_a_checked_program_proves_nothing() -> None:
     checked = check(parse_csv("0F0,0I0,0W0\n1F0,1I0,1W0\n"))
     for made in (
         forward_only(checked),
         insert_sharding(checked),
         insert_transfers(checked),
-        merge_backward(checked),
         reduce_gradients(checked),
     ):
         assert not isinstance(made, CheckedProgram)
