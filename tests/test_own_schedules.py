@@ -163,7 +163,7 @@ def test_orders_are_taken_from_classes_of_each_kind(cls: Any) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("0F0 1F0 0B0 1B0", "0B0 needs 1B0, which comes only at step 3"),
+        ("0F0 1F0 0B0 1B0", "0B0 needs 1B0 before it"),
         ("0F0 1F0 1B0", "0B0"),
         ("0F0 1F0 1B0 0B0 0B0", "0B0 again, first done at step 3"),
         ("0F0 1F1 1B0 0B0", "microbatch"),

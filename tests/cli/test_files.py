@@ -53,7 +53,7 @@ def test_check_knows_no_room_for_messages(penstock: Command, tmp_path: Path) -> 
     )
     blocked = penstock("check", str(path))
     assert blocked.code == 1
-    assert "deadlock: waits for rank 1 to post 1RECV_F1" in blocked.out
+    assert "deadlock: waits for 1RECV_F1 of rank 1" in blocked.out
     path.write_text("0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
     assert penstock("check", str(path)).code == 0
     # The runtime needs a program that ends without room for messages; nothing less is proven.

@@ -506,7 +506,7 @@ MISTAKES = {
     "deadlock in a CSV file": Mistake(
         partial(csv_by_path, "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"),
         (SCH, SCH),
-        r"^(rank 1: )?rank 0, action 0B0: program .*deadlock: waits for rank 1 to do 1B0 ",
+        r"^(rank 1: )?rank 0, action 0B0: program .*deadlock: waits for 1B0 of rank 1",
         (1,),
     ),
     "mistake in a CSV file that is loaded": Mistake(csv_loaded, (SCH, SCH), "0B", (0,)),

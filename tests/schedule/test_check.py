@@ -171,8 +171,7 @@ def test_an_awaited_action_is_named_as_it_stands_in_the_program() -> None:
     with pytest.raises(ScheduleError) as caught:
         check(parse_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B1,1B0\n"))
     assert str(caught.value).splitlines()[1] == (
-        "  rank 0, step 1 (0B0): deadlock: waits for rank 1 to do 1B0 (its step 3), and rank 1 is "
-        "stuck at step 1 (1F1)"
+        "  rank 0, step 1 (0B0): deadlock: waits for 1B0 of rank 1, which is stuck at step 1 (1F1)"
     )
 
 
@@ -208,8 +207,8 @@ def test_an_action_needs_its_microbatch_and_a_whole_stage_takes_none() -> None:
     steps = (Action(stage=0, op=Op.FORWARD), Action(stage=0, op=Op.UNSHARD, microbatch=0))
     program = Program(name="x", placement=linear(1), num_microbatches=1, ranks=(steps,))
     assert [str(problem) for problem in problems(program)] == [
-        "rank 0, step 0 (0F): F takes a microbatch, as in 0F0",
-        "rank 0, step 1 (0UNSHARD0): UNSHARD is about a whole stage and takes no microbatch",
+        "rank 0, step 0 (0F): microbatch None; F of stage 0 takes one of 0",
+        "rank 0, step 1 (0UNSHARD0): microbatch 0; UNSHARD of stage 0 takes none",
     ]
 
 
@@ -236,10 +235,10 @@ def test_two_blocking_sends_against_each_other_are_a_deadlock() -> None:
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
         "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
     ) == [
-        "rank 0, step 3 (0SEND_F1): deadlock: waits for rank 1 to post 1RECV_F1 (its step 4), and "
-        "rank 1 is stuck at step 3 (1SEND_B0)",
-        "rank 1, step 3 (1SEND_B0): deadlock: waits for rank 0 to post 0RECV_B0 (its step 4), and "
-        "rank 0 is stuck at step 3 (0SEND_F1)",
+        "rank 0, step 3 (0SEND_F1): deadlock: waits for 1RECV_F1 of rank 1, which is "
+        "stuck at step 3 (1SEND_B0)",
+        "rank 1, step 3 (1SEND_B0): deadlock: waits for 0RECV_B0 of rank 0, which is "
+        "stuck at step 3 (0SEND_F1)",
     ]
 
 
@@ -247,10 +246,8 @@ def test_computation_that_waits_in_a_circle_is_a_deadlock() -> None:
     # A V: the first rank wants to finish microbatch 0 before it starts 1, the second the reverse.
     program = parse_csv("0F0,3F0,0F1,3F1\n1F0,1F1,2F0,2F1\n")
     assert [str(problem) for problem in problems(program)] == [
-        "rank 0, step 1 (3F0): deadlock: waits for rank 1 to do 2F0 (its step 2), and rank 1 is "
-        "stuck at step 1 (1F1)",
-        "rank 1, step 1 (1F1): deadlock: waits for rank 0 to do 0F1 (its step 2), and rank 0 is "
-        "stuck at step 1 (3F0)",
+        "rank 0, step 1 (3F0): deadlock: waits for 2F0 of rank 1, which is stuck at step 1 (1F1)",
+        "rank 1, step 1 (1F1): deadlock: waits for 0F1 of rank 0, which is stuck at step 1 (3F0)",
     ]
 
 

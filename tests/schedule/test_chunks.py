@@ -40,9 +40,9 @@ def test_sequences_may_go_in_any_order_and_chunks_in_theirs(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("0F1,0F0,0B1,0B0", "0F1 needs 0F0, which comes only at step 1"),
-        ("0F0,0F1,0B0,0B1", "0B0 needs 0B1, which comes only at step 3"),
-        ("0F0,0F1,0I0,0W0,0I1,0W1", "0I0 needs 0I1, which comes only at step 4"),
+        ("0F1,0F0,0B1,0B0", "0F1 needs 0F0 before it"),
+        ("0F0,0F1,0B0,0B1", "0B0 needs 0B1 before it"),
+        ("0F0,0F1,0I0,0W0,0I1,0W1", "0I0 needs 0I1 before it"),
     ],
 )
 def test_chunks_out_of_order_are_refused_by_the_checker_and_the_simulator(

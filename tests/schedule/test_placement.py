@@ -116,7 +116,7 @@ def test_a_microbatch_in_the_wrong_direction_is_reported() -> None:
         ranks=(swapped, program.ranks[1]),
     )
     (problem,) = problems(wrong)
-    assert problem.message == "microbatch 3 is not among the microbatches of stage 0: 0, 2"
+    assert problem.message == "microbatch 3; B of stage 0 takes one of 0, 2"
 
 
 def test_each_copy_takes_a_microbatch() -> None:

@@ -182,7 +182,7 @@ def test_copies_run_beside_the_compute_and_the_backward_waits_for_them() -> None
 def test_a_deadlock_is_worded_alike_whatever_messages_take() -> None:
     program = parse_csv("0F0,0B0\n1B0,1F0\n")
     costs = Costs(message_bytes=1, bandwidth=1, one_message_at_a_time=True)
-    with pytest.raises(ScheduleError, match=r"rank 0, step 1 \(0B0\): deadlock: waits for rank 1"):
+    with pytest.raises(ScheduleError, match=r"rank 0, step 1 \(0B0\): deadlock: waits for 1B0"):
         simulate(program, costs)
 
 

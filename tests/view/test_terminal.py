@@ -63,4 +63,4 @@ def test_a_program_is_a_line_in_a_console_and_a_timeline_in_a_notebook() -> None
 
 def test_a_program_that_can_not_go_on_says_why_in_a_notebook() -> None:
     html = parse_csv("0F0,0B0\n1B0,1F0\n")._repr_html_()
-    assert "deadlock: waits for rank 1 to do 1B0" in html
+    assert "deadlock: waits for 1B0 of rank 1" in html

@@ -37,7 +37,6 @@ from penstock.schedule.rules import (
     BACKWARDS,
     COMPUTE,
     COVERS,
-    SEND_OF,
     SHARDING,
     TRANSFERS,
     WEIGHT_GRADS,
@@ -80,11 +79,11 @@ def check(program: Program) -> CheckedProgram:
         >>> from penstock.schedule.text import parse_csv
         >>> check(parse_csv("0F0,0B0\\n1F0,1B0\\n")).num_stages
         2
-        >>> check(parse_csv("0F0,0B0\\n1B0,1F0\\n"))  # doctest: +ELLIPSIS
+        >>> check(parse_csv("0F0,0B0\\n1B0,1F0\\n"))
         Traceback (most recent call last):
         penstock.errors.ScheduleError: rank 1, action 1B0: program 'csv' has 2 problems:
-          rank 1, step 0 (1B0): 1B0 needs 1F0, which comes only at step 1
-          rank 0, step 1 (0B0): deadlock: waits for rank 1 to do 1B0 (its step 0), ...
+          rank 1, step 0 (1B0): 1B0 needs 1F0 before it
+          rank 0, step 1 (0B0): deadlock: waits for 1B0 of rank 1, which is stuck at step 0 (1B0)
     """
     found = problems(program)
     if found:
@@ -242,16 +241,13 @@ def _count_problems(
         if has == wants:
             continue
         act = indexed.action(number)
-        full = action(act.stage, Op.FULL_BACKWARD, act.microbatch)
         if has:
+            full = action(act.stage, Op.FULL_BACKWARD, act.microbatch)
             why = "another rank needs" if act.op in TRANSFERS else f"{full} has not done"
             yield _at(program, places[act], f"{act} gives nothing that {why}; leave it out")
         else:
-            rank, message = program.placement.rank_of(act.stage), f"{act} is missing"
-            if act == full:
-                halves = [action(act.stage, op, act.microbatch) for op in COVERS[act.op]]
-                message += f" (or {halves[0]} and {halves[1]})"
-            yield Problem(rank=rank, step=None, action=str(act), message=message)
+            rank = program.placement.rank_of(act.stage)
+            yield Problem(rank=rank, step=None, action=str(act), message=f"{act} is missing")
 
 
 def _message_orders(
@@ -296,32 +292,25 @@ def _order_problems(program: Program, indexed: IndexedProgram) -> Iterator[Probl
 def _stuck_problems(
     program: Program, replay: DependencyReplay, indexed: IndexedProgram
 ) -> Iterator[Problem]:
-    """The wait of each rank in a deadlocked replay: first the prerequisites that come only later
-    on the same rank, or nowhere, then the results of other ranks."""
-    # By action: the action that completes it (itself, or B for I and W), and its position.
-    providers: dict[Action, tuple[Action, _Place]] = {}
-    for act, place in _places_of(program):
-        for op in (act.op, *COVERS.get(act.op, ())):
-            providers[action(act.stage, op, act.microbatch)] = act, place
-    deadlocks = []
+    """The wait of each rank in a deadlocked replay: first for its own actions, then for others'."""
+    deadlocks, acts = [], set(program.actions())
     for rank, awaited in enumerate(replay.awaits):
         if awaited is None:
             continue
-        here = rank, replay.positions[rank]
-        needed = indexed.action(awaited)
-        wanted, (other, there) = providers.get(needed, (needed, (rank, None)))
-        step = program.ranks[rank][here[1]]
+        needed, place = indexed.action(awaited), replay.positions[rank]
+        if needed.op in COVERS[Op.FULL_BACKWARD] and needed not in acts:
+            needed = action(needed.stage, Op.FULL_BACKWARD, needed.microbatch)
+        other = program.placement.rank_of(needed.stage)
         if other == rank:
-            late = "is not in the program" if there is None else f"comes only at step {there}"
-            yield _at(program, here, f"{step} needs {wanted}, which {late}")
+            step = program.ranks[rank][place]
+            yield _at(program, (rank, place), f"{step} needs {needed} before it")
             continue
         reached = replay.positions[other]
-        verb = "post" if wanted.op in SEND_OF else "do"
         message = (
-            f"deadlock: waits for rank {other} to {verb} {wanted} (its step {there}), and "
-            f"rank {other} is stuck at step {reached} ({program.ranks[other][reached]})"
+            f"deadlock: waits for {needed} of rank {other}, which is stuck at step {reached} "
+            f"({program.ranks[other][reached]})"
         )
-        deadlocks.append(_at(program, here, message))
+        deadlocks.append(_at(program, (rank, place), message))
     yield from deadlocks
 
 

@@ -307,15 +307,8 @@ def _fault_of(step: Step, rank: int, program: Program) -> str | None:
     for act in step.parts:
         if act.stage not in stages:
             return f"stage {act.stage} is not among the stages of rank {rank}: {runs_of(stages)}"
-        whole = act.op in WHOLE_STAGE
-        if whole and act.microbatch is not None:
-            return f"{act.op.value} is about a whole stage and takes no microbatch"
-        if act.microbatch is None and not whole:
-            return f"{act.op.value} takes a microbatch, as in {act.stage}{act.op.value}0"
         passing = program.placement.passing(act.stage, program.num_microbatches)
-        if act.microbatch not in passing and not whole:
-            return (
-                f"microbatch {act.microbatch} is not among the microbatches of stage {act.stage}: "
-                f"{runs_of(passing)}"
-            )
+        if act.microbatch not in ((None,) if act.op in WHOLE_STAGE else passing):
+            takes = "none" if act.op in WHOLE_STAGE else f"one of {runs_of(passing)}"
+            return f"microbatch {act.microbatch}; {act.op.value} of stage {act.stage} takes {takes}"
     return None

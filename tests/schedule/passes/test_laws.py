@@ -164,7 +164,7 @@ def test_transfers_are_not_inserted_twice() -> None:
 
 
 def test_transfers_need_a_program_that_ends() -> None:
-    with pytest.raises(ScheduleError, match="1B0 needs 1F0, which comes only at step 1"):
+    with pytest.raises(ScheduleError, match="1B0 needs 1F0 before it"):
         insert_transfers(parse_csv("0F0,0B0\n1B0,1F0\n"))
 
 
