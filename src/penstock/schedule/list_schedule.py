@@ -112,7 +112,6 @@ class ListScheduler:
         ends: for each kind, the end of each microbatch.
         free: for each rank, the end of its last action.
         order: for each rank, its kinds in execution order.
-        stop: set to True by a policy to give up.
     """
 
     def __init__(
@@ -137,15 +136,14 @@ class ListScheduler:
         self.ends: list[list[float]] = [[] for _ in needs]
         self.order: list[list[int]] = [[] for _ in range(num_ranks)]
         self.free = [0.0] * num_ranks
-        self.stop = False
         self._idle = [True] * num_ranks
         # The time, a flag for the last turn at that time, and the rank.
         self._events = [(0.0, False, rank) for rank in range(num_ranks)]
 
     def run(self, policy: Policy) -> None:
-        """Let the policy choose until no rank has work left, or it stops."""
+        """Let the policy choose until no rank has work left."""
         events, free, idle, choose = self._events, self.free, self._idle, policy.choose
-        while events and not self.stop:
+        while events:
             now, last, rank = heappop(events)
             # A busy rank has an event at the end of its action.
             if free[rank] > now:
@@ -200,7 +198,6 @@ def list_schedule(
     overtake: bool = False,
     costs: tuple[PerStage, PerStage, PerStage] | None = None,
     delay: Callable[[int, int], float] | None = None,
-    within: float = inf,
 ) -> Sequence[Sequence[int]]:
     """Close the idle time in orders of forwards and backwards, within a memory limit.
 
@@ -223,7 +220,6 @@ def list_schedule(
         overtake: True if backwards may run out of order, to complete an order beyond the limit.
         costs: of forwards, input gradients and weight gradients, per stage; 1 each by default.
         delay: the travel time between two stages; none by default.
-        within: a span of a rank at which to give up, without an order.
 
     Raises:
         ScheduleError: the orders don't fit within the limit.
@@ -248,16 +244,11 @@ def list_schedule(
         durations=durations,
         totals=[totals[kind] for kind in range(3 * stages)],
     )
-    ranks = []
-    for rank, queue in enumerate(orders):
-        weights = [] if full else [kind + stages for kind in queue if kind >= stages]
-        rest = sum(durations[kind] for kind in queue) + sum(durations[kind] for kind in weights)
-        ranks.append(_RankOrder(queue, placement.stages_of(rank)[-1], stages, rest))
-    scheduler.run(
-        _InOrder(scheduler, ranks, durations, stages, full, limit, spare, overtake, within)
-    )
-    if scheduler.stop:
-        return ()
+    ranks = [
+        _RankOrder(queue, placement.stages_of(rank)[-1], stages)
+        for rank, queue in enumerate(orders)
+    ]
+    scheduler.run(_InOrder(scheduler, ranks, durations, stages, full, limit, spare, overtake))
     stuck = [rank for rank, mine in enumerate(ranks) if mine.next < len(mine.queue)]
     if stuck:
         raise ScheduleError(f"ranks {stuck} can't follow their orders within {limit} activations")
@@ -267,7 +258,7 @@ def list_schedule(
 class _RankOrder:
     """The order of one rank, with its remaining actions."""
 
-    def __init__(self, queue: Sequence[int], last_stage: int, stages: int, rest: float) -> None:
+    def __init__(self, queue: Sequence[int], last_stage: int, stages: int) -> None:
         self.queue, self.last_stage = queue, last_stage
         # The first remaining position of the order.
         self.next = 0
@@ -281,9 +272,6 @@ class _RankOrder:
         # Weight gradients whose input gradients are done, oldest first.
         self.waiting: deque[int] = deque()
         self.num_held = 0
-        self.began = inf
-        # The total duration of the remaining actions.
-        self.rest = rest
 
     def has_room(self, place: int, limit: int) -> bool:
         """True if the forward at ``place`` can run before all earlier actions, within ``limit``."""
@@ -310,7 +298,6 @@ class _InOrder:
     limit: int
     spare: int | None
     overtake: bool
-    within: float
 
     def choose(self, rank: int, now: float, *, last: bool) -> tuple[int | None, float]:
         """The best kind to run now; None to wait."""
@@ -353,7 +340,7 @@ class _InOrder:
         return chosen
 
     def started(self, kind: int, rank: int, now: float, end: float) -> None:
-        """Update the activations held, and the remaining time."""
+        """Update the activations held."""
         mine = self.ranks[rank]
         if kind >= 2 * self.stages:
             mine.waiting.popleft()
@@ -365,8 +352,3 @@ class _InOrder:
             mine.num_held += 1
         elif self.full or kind >= 2 * self.stages:
             mine.num_held -= 1
-        mine.began = min(mine.began, now)
-        mine.rest -= end - now
-        # With a tolerance, since sums of times depend on their order.
-        if end + mine.rest - mine.began > self.within * (1 + 1e-9):
-            self.scheduler.stop = True

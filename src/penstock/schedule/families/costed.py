@@ -131,10 +131,8 @@ class CostedStep:
             overtake=overtake,
             costs=self._costs,
             delay=self._delay,
-            within=self.span,
         )
-        if found:
-            self.add(found)
+        self.add(found)
 
     def add_urgent(self, *, forwards: float, weights: float, weight_share: float = 1.0) -> None:
         """Add an order by list scheduling: input gradients first, then forwards, weights last.
