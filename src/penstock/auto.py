@@ -42,7 +42,7 @@ from penstock.runtime.schedules import ScheduleProgram
 from penstock.schedule.action import Op
 from penstock.schedule.program import Program
 from penstock.schedule.registry import DEFAULT_MICROBATCHES, build, choose_sizes
-from penstock.schedule.text import to_json
+from penstock.schedule.text import format_csv
 from penstock.search.engine import search
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulation import simulate
@@ -163,7 +163,7 @@ def balance_stages(spec: PipelineSpec, program: Program) -> tuple[SplitSpec, For
             "split='auto' measures the model: pass example=, one microbatch as a tuple of "
             "positional or a dict of keyword arguments"
         )
-    return _choose(spec, to_json(program), lambda measured: _balance(spec, program, measured))
+    return _choose(spec, format_csv(program), lambda measured: _balance(spec, program, measured))
 
 
 def _choose(spec: PipelineSpec, request: object, choose: Callable[[_Measured], T]) -> T:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,11 @@ from penstock.schedule.placement import Placement, linear, v_shape
 from penstock.schedule.program import Program
 from penstock.schedule.text import (
     format_csv,
-    from_json,
     load_csv,
     parse_action,
     parse_csv,
     parse_step,
     save_csv,
-    to_json,
 )
 from tests.programs import computed_programs
 
@@ -113,7 +110,6 @@ def test_reading_inverts_writing(program: Program) -> None:
         # Each stage computes each microbatch, so all of it can be seen from the text.
         splits = written.num_splits
         assert parse_csv(format_csv(written), num_splits=splits, name=written.name) == written
-        assert from_json(to_json(written)) == written
 
 
 def test_idle_cells_and_both_kinds_of_line_ends_are_read() -> None:
@@ -182,44 +178,6 @@ def test_a_file_gives_its_name_and_says_where_it_is_wrong(tmp_path: Path) -> Non
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
     (tmp_path / "marked.csv").write_text("0F0\n", encoding="utf-8-sig")
     assert format_csv(load_csv(tmp_path / "marked.csv")) == "0F0\n"
-
-
-JSON = json.loads(to_json(parse_csv("0F0\n1F0\n")))
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("{", "not JSON"),
-        (json.dumps(JSON) + "x", "not JSON"),
-        ("[]", "not a program"),
-        (json.dumps(JSON | {"format": "other"}), "not a program"),
-        (json.dumps(JSON | {"num_microbatches": "1"}), "'num_microbatches': expected"),
-        (json.dumps(JSON | {"num_microbatches": True}), "'num_microbatches': expected"),
-        (json.dumps(JSON | {"stage_ranks": [0, "1"]}), "'stage_ranks': expected"),
-        (json.dumps(JSON | {"stage_ranks": [0, 0]}), "ranks without a stage [1]"),
-        (
-            json.dumps(JSON | {"ranks": [["0F0"], "1F0"]}),
-            "'ranks': expected a list of texts",
-        ),
-        (json.dumps(JSON | {"ranks": [["0F0"], ["1F0", "junk"]]}), "row 2, column 2: 'junk'"),
-        (json.dumps(JSON | {"extra": 1}), "unknown fields ['extra']"),
-        (json.dumps(JSON | {"num_ranks": 0}), "'num_ranks': expected a whole number from 1 on"),
-        (json.dumps(JSON | {"num_splits": 0}), "'num_splits': expected a whole number from 1 on"),
-        (
-            json.dumps(JSON | {"num_ranks": 10**15}),
-            "1000000000000000 ranks in a program of 2 actions",
-        ),
-        (json.dumps(JSON | {"num_microbatches": 10**6}), "1000000 microbatches in a program of 2"),
-        (json.dumps(JSON | {"stage_ranks": [0, 1] * 600}), "1200 stages in a program of 2 actions"),
-        ('{"format": ' + "9" * 5000 + "}", "not JSON: Exceeds the limit"),
-        ("[" * 100_000, "not JSON"),
-    ],
-)
-def test_json_that_is_no_program_is_an_error(text: str, told: str) -> None:
-    with pytest.raises(ScheduleError) as caught:
-        from_json(text)
-    assert told in str(caught.value)
 
 
 @given(computed_programs())

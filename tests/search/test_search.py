@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from penstock import Costs, Op, ScheduleError, build, check, schedules, search, simulate
 from penstock.schedule.placement import bidirectional, linear, looped, v_shape, wave
-from penstock.schedule.text import to_json
+from penstock.schedule.text import format_csv
 from penstock.search import engine
 from penstock.search.problem import SearchProblem
 from penstock.search.state import Budget, SearchResult
@@ -356,7 +356,7 @@ def searched_elsewhere(rank: int, num_ranks: int) -> tuple[str, float]:
     """A search, with other hashes of strings in each process."""
     Budget.left_s = property(lambda self: 1e6)  # type: ignore[assignment,method-assign]
     found = search(UNEVEN, ranks=4, microbatches=6, time_limit_s=0.1, seed=5)
-    return to_json(found.program), found.value
+    return format_csv(found.program), found.value
 
 
 @pytest.mark.timeout(240)

@@ -82,7 +82,7 @@ def _rules(each: Family) -> str:
 @with_options
 def simulate(
     schedule: Annotated[
-        str, typer.Argument(help="A schedule's name, or a program's file (*.csv, *.json).")
+        str, typer.Argument(help="A schedule's name, or a program's file (*.csv).")
     ],
     *,
     settings: Settings,
@@ -196,13 +196,13 @@ def _refuse_unused(sources: list[str], settings: Settings) -> None:
 
 
 def check(
-    file: Annotated[str, typer.Argument(help="A program as CSV, in torch's form, or as JSON.")],
+    file: Annotated[str, typer.Argument(help="A program as CSV, in torch's form.")],
 ) -> None:
     """Prove that a program is valid; else list its problems, with exit code 1."""
     if not is_file(file):
         raise ScheduleError(
-            f"{file!r} is no file; check takes a program as *.csv or *.json, and any other with "
-            f"its folder, as ./{file}"
+            f"{file!r} is no file; check takes a program as *.csv, and any other with its "
+            f"folder, as ./{file}"
         )
     console = out.console()
     program = load(file, Settings())

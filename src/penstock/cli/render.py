@@ -17,7 +17,7 @@ from penstock.trace import Trace
 
 __all__ = ["playground", "refuse_suffix", "render", "write_drawing"]
 
-_SOURCE = "A schedule's name, a program's file (*.csv, *.json), or a trace (*.json)."
+_SOURCE = "A schedule's name, a program's file (*.csv), or a trace (*.json)."
 _KINDS = ".html (a page), .png, .svg or .pdf (a picture), .json (for https://ui.perfetto.dev)"
 
 

@@ -11,7 +11,7 @@ import typer
 from penstock.cli import output as out
 from penstock.cli.render import refuse_suffix, write_drawing
 from penstock.cli.settings import Settings, option, with_options
-from penstock.schedule.text import save_csv, to_json
+from penstock.schedule.text import save_csv
 from penstock.schedule.wording import number_of
 from penstock.schedule.workload import Objective
 from penstock.view.palette import amount
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["search"]
 
-_KINDS = ".csv or .json for the program, .html for its page, .png, .svg or .pdf for a picture"
+_KINDS = ".csv for the program, .html for its page, .png, .svg or .pdf for a picture"
 _OBJECTIVE = "The time to minimize: span if no barrier precedes the optimizer."
 _RECOMPUTE = (
     "Allow stages to recompute their forward instead of holding activations; it takes "
@@ -59,13 +59,10 @@ def search(
     _print(found, among_all=settings.memory is None or recompute or offload)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        match output.suffix.lower():
-            case ".csv":
-                save_csv(found.program, output)
-            case ".json":
-                output.write_text(to_json(found.program), encoding="utf-8")
-            case _:
-                write_drawing(found.simulation, output)
+        if output.suffix.lower() == ".csv":
+            save_csv(found.program, output)
+        else:
+            write_drawing(found.simulation, output)
         typer.echo(f"wrote {output}")
 
 

@@ -4,14 +4,13 @@
 
     1f1b                          a schedule, built with the options of the command line
     interleaved-1f1b:virtual=4    a schedule with options of its own, separated by commas
-    mine.csv, mine.json           a program, as ``penstock.schedule.text`` writes it
+    mine.csv                      a program, as ``penstock.schedule.text`` writes it
     trace.json                    a trace, as ``penstock.view.perfetto`` writes it
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial, wraps
@@ -26,7 +25,7 @@ from penstock.schedule.check import check
 from penstock.schedule.family import Family, parse_options
 from penstock.schedule.program import Program
 from penstock.schedule.registry import family, refuse_options
-from penstock.schedule.text import from_json, load_csv
+from penstock.schedule.text import load_csv
 from penstock.simulate.costs import Cost, Costs, build_for
 from penstock.simulate.simulation import Simulation, simulate
 from penstock.trace import Trace
@@ -37,8 +36,6 @@ __all__ = [
 ]  # fmt: skip
 
 _SUFFIXES = (".csv", ".json")
-# Matches as a key: inside a JSON string a backslash would precede the quotation mark.
-_TRACE = re.compile(r'"traceEvents"\s*:')
 _RANKS, _MICROBATCHES = 4, 8
 _OWN_OPTIONS = ("forward", "input_grad", "weight_grad", "latency", "overlap")
 # The fields of Costs without an option of their own, given as --cost name=value.
@@ -227,13 +224,10 @@ def load(
         settings.refuse_for(source)
     if Path(source).suffix.lower() != ".json":
         return load_csv(source)
-    try:
-        text = Path(source).read_text(encoding="utf-8-sig")
-        if _TRACE.search(text):
-            from penstock.view.perfetto import from_perfetto
+    from penstock.view.perfetto import from_perfetto
 
-            return from_perfetto(text)
-        return from_json(text)
+    try:
+        return from_perfetto(Path(source).read_text(encoding="utf-8-sig"))
     except (UnicodeDecodeError, ScheduleError) as error:
         raise ScheduleError(f"{source}: {error}") from error
 

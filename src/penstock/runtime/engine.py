@@ -9,7 +9,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -46,7 +45,7 @@ from penstock.schedule.check import check
 from penstock.schedule.passes import forward_only, keep_microbatches, lower
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.schedule.rules import TRANSFERS
-from penstock.schedule.text import to_json
+from penstock.schedule.text import format_csv
 from penstock.stage.stage import Stage
 from penstock.trace import Trace
 
@@ -230,7 +229,7 @@ class Engine:
         """Check before the first step that all ranks have one program and one set of options."""
         program, config = self.program, self.config
         # Of the requested program, since ranks may differ in sharding and in file names.
-        text = digest(to_json(replace(self.requested, name="")))
+        text = digest(f"{self.requested.placement}\n{format_csv(self.requested)}")
         facts = {
             "the number of microbatches": program.num_microbatches,
             "the number of stages": program.num_stages,

@@ -1,4 +1,4 @@
-"""The text forms of actions and programs: those of torch, and JSON.
+"""The text forms of actions and programs, which are those of torch.
 
     step       0F1   3B0   1I2   1W2   2SEND_F0   0UNSHARD   (0F3;1B2)OVERLAP_F_B
     program    a line per rank, steps separated by commas; empty cells are idle time, and skipped,
@@ -11,32 +11,28 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from reprlib import repr as quoted
-from typing import Any
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Action, Op, Overlap, Step, action
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rules import COMPUTE, WHOLE_STAGE
-from penstock.schedule.wording import is_count, number_of, runs_of
+from penstock.schedule.wording import number_of, runs_of
 
 __all__ = [
     "format_csv",
-    "from_json",
     "is_wait",
     "load_csv",
     "parse_action",
     "parse_csv",
     "parse_step",
     "save_csv",
-    "to_json",
 ]
 
 _OVERLAP = "OVERLAP_F_B"
@@ -45,28 +41,8 @@ _ACTION = re.compile(r"([0-9]{1,18})([A-Z](?:[A-Z_]*[A-Z])?)([0-9]{0,18})")
 
 _WAIT = re.compile(r"[0-9]{1,18}WAIT_(SEND_[FB][0-9]{1,18}|REDUCE_GRAD)")
 
-_JSON_FORMAT = "penstock program 1"
-_TEXT = "a text", lambda value: isinstance(value, str)
-_COUNT = "a whole number from 1 on", is_count
-_NUMBERS = "a list of whole numbers", lambda value: _is_list(value, int)
-_TEXTS = (
-    "a list of texts for each rank",
-    lambda value: _is_list(value, list) and all(_is_list(row, str) for row in value),
-)
-# By field, a description and a test of its value.
-_JSON_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("format", "name"), _TEXT),
-    **dict.fromkeys(("num_microbatches", "num_splits", "num_ranks", "copies"), _COUNT),
-    "stage_ranks": _NUMBERS,
-    "ranks": _TEXTS,
-}
-
 # The most stages or microbatches that may be missing by mistake; the checker lists them.
 _MAY_BE_MISSING = 1000
-
-
-def _is_list(value: object, kind: type) -> bool:
-    return isinstance(value, list) and all(type(each) is kind for each in value)
 
 
 def parse_action(text: str) -> Action:
@@ -203,59 +179,6 @@ def save_csv(program: Program, path: str | PathLike[str]) -> None:
     """Write a program to a file, as ``format_csv``."""
     refuse_no_program(program, "save_csv()")
     Path(path).write_text(format_csv(program), encoding="utf-8", newline="\n")
-
-
-def to_json(program: Program) -> str:
-    """Format a program with its name and placement as a JSON object; inverse of ``from_json``."""
-    document = {
-        "format": _JSON_FORMAT,
-        "name": program.name,
-        "num_microbatches": program.num_microbatches,
-        "num_splits": program.num_splits,
-        "num_ranks": program.placement.num_ranks,
-        "stage_ranks": program.placement.stage_ranks,
-        "copies": program.placement.num_directions,
-        "ranks": [[str(step) for step in steps] for steps in program.ranks],
-    }
-    return json.dumps(document)
-
-
-def from_json(text: str) -> Program:
-    """Read a program from the JSON of ``to_json``, without checking it.
-
-    Raises:
-        ScheduleError: the text is not JSON, lacks a program's fields, has numbers that do not fit
-            the steps, or a text that is not a step (the message names row and column, from 1).
-    """
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ScheduleError(f"not JSON: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != _JSON_FORMAT:
-        raise ScheduleError(f'not a program: expected an object with "format": "{_JSON_FORMAT}"')
-    # Fields missing in older files.
-    document = {"copies": 1, "num_splits": 1, **document}
-    unknown = sorted(document.keys() - _JSON_FIELDS.keys())
-    if unknown:
-        raise ScheduleError(f"not a program: unknown fields {unknown}")
-    for name, (expected, fits) in _JSON_FIELDS.items():
-        value = document.get(name)
-        if not fits(value):
-            raise ScheduleError(f"{name!r}: expected {expected}, got {quoted(value)}")
-    ranks = _read_rows(document["ranks"])
-    stage_ranks, num_ranks = tuple(document["stage_ranks"]), document["num_ranks"]
-    microbatches = document["num_microbatches"]
-    actions = sum(len(step.parts) for steps in ranks for step in steps)
-    _refuse_far_counts(actions, rank=num_ranks, stage=len(stage_ranks), microbatch=microbatches)
-    return Program(
-        name=document["name"],
-        placement=Placement(
-            num_ranks=num_ranks, stage_ranks=stage_ranks, num_directions=document["copies"]
-        ),
-        num_microbatches=microbatches,
-        num_splits=document["num_splits"],
-        ranks=ranks,
-    )
 
 
 def _read_rows(rows: Sequence[Sequence[str]]) -> tuple[tuple[Step, ...], ...]:
