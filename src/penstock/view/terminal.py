@@ -48,7 +48,7 @@ def html_of(program: Program) -> str:
     console = Console(record=True, width=_HTML_WIDTH, file=io.StringIO())
     console.print(repr(program), markup=False, highlight=False)
     try:
-        console.print(timeline(simulate(program).trace, width=_HTML_WIDTH))
+        console.print(timeline(simulate(program).trace, width=_HTML_WIDTH), end="")
     except ScheduleError as error:
         console.print(str(error), markup=False, highlight=False)
     return console.export_html(inline_styles=True, code_format=_HTML)
