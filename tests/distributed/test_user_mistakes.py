@@ -452,10 +452,10 @@ MISTAKES = {
         doubled_stage, (SCH, SCH), r"needs the stages \[1\].* was given \[0\]", (1,)
     ),
     "out of range on rank 0": Mistake(
-        By(out_of_range, 0), (S, P), "stage_index is 2, expected 0 to 1 for num_stages=2", (0,)
+        By(out_of_range, 0), (S, P), "stage_index is 2, expected 0 to below num_stages=2", (0,)
     ),
     "out of range on rank 1": Mistake(
-        By(out_of_range, 1), (P, S), "stage_index is 2, expected 0 to 1 for num_stages=2", (1,)
+        By(out_of_range, 1), (P, S), "stage_index is 2, expected 0 to below num_stages=2", (1,)
     ),
     "swapped stages": Mistake(
         swapped_stages, (SCH, SCH), r"needs the stages \[\d\].*stage → rank: \(0, 1\)"

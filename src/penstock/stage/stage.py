@@ -122,12 +122,9 @@ class Stage:
             raise StageError(
                 f"stage {stage_index}: its module is {submod!r}, expected an nn.Module"
             )
-        if num_stages < 1:
-            raise StageError(f"num_stages is {num_stages}, expected 1 or more")
         if not 0 <= stage_index < num_stages:
             raise StageError(
-                f"stage_index is {stage_index}, expected 0 to {num_stages - 1} "
-                f"for num_stages={num_stages}"
+                f"stage_index is {stage_index}, expected 0 to below num_stages={num_stages}"
             )
         self.submod = submod
         self.stage_index = operator.index(stage_index)
