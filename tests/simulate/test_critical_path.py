@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from penstock import Costs, build, simulate
-from penstock.simulate.critical_path import causes_of
+from penstock.simulate.critical_path import StepCauses
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb", "zbv"])
@@ -19,7 +19,7 @@ def test_causes_seen_from_times_are_those_of_the_simulation(name: str, latency: 
         build(name, ranks=4, microbatches=8),
         Costs(forward=1, input_grad=1.5, weight_grad=0.7, latency=latency),
     )
-    causes = causes_of(result.trace)
+    causes = StepCauses(result.trace)
     for rank in range(4):
         for span in result.trace.compute(rank):
             assert causes.cause(span) == result.causes.cause(span)
@@ -49,7 +49,7 @@ def test_causes_do_not_depend_on_the_unit_of_the_costs(name: str, unit: float) -
             transfers_overlap=False,
         )
         result = simulate(program, costs)
-        paths = result.critical_path, causes_of(result.trace).critical_path()
+        paths = result.critical_path, StepCauses(result.trace).critical_path()
         found = [result.causes.cause(span) for span in result.trace.spans]
         return [[span and span.action for span in spans] for spans in (*paths, found)]
 

@@ -9,28 +9,17 @@ from the recorded times, so measured and simulated steps are treated alike.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container
 
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.placement import Placement
-from penstock.schedule.rules import (
-    COMPUTE,
-    COVERS,
-    HOST_TRANSFERS,
-    IN_SEQUENCE,
-    RECEIVE_FOR,
-    REQUIRES,
-    next_chunk,
-)
+from penstock.schedule.rules import COMPUTE, COVERS, HOST_TRANSFERS, REQUIRES
 from penstock.simulate.costs import Costs
 from penstock.trace import Span, Trace
 
-__all__ = ["StepCauses", "causes_of", "producers", "needed_by"]
+__all__ = ["StepCauses"]
 
-_RECEIVES = frozenset(RECEIVE_FOR.values())
-# A rank starts these actions without waiting for their end.
-_NON_BLOCKING = _RECEIVES | HOST_TRANSFERS
-_BLOCKING = frozenset(Op) - _NON_BLOCKING
+_STEPS = COMPUTE | HOST_TRANSFERS
 _SENDING = {Op.FORWARD: +1, Op.INPUT_GRAD: -1, Op.FULL_BACKWARD: -1}
 # The relative tolerance of sums of the same costs in another order.
 _CLOSE = 1e-9
@@ -38,61 +27,35 @@ _CLOSE = 1e-9
 _PAUSE = 0.002
 
 
-def causes_of(trace: Trace) -> StepCauses:
-    """The causes among the computations of a measured or simulated trace, for any costs."""
-    steps = [[(span,) for span in trace.compute(rank)] for rank in range(trace.num_ranks)]
-    return StepCauses(steps, pause=trace.makespan * (_PAUSE if trace.unit == "s" else _CLOSE))
-
-
-def producers(spans: Iterable[Span]) -> dict[Action, Span]:
-    """By action, the span that fulfils it: its own span, or the span of a full backward."""
-    return {
-        action(span.action.stage, op, span.action.microbatch): span
-        for span in spans
-        for op in (span.action.op, *COVERS.get(span.action.op, ()))
-    }
-
-
-def needed_by(act: Action) -> Iterator[Action]:
-    """The actions whose results ``act`` uses, for unsplit sequences.
-
-    Without a placement, some of these neighbours may not exist, so look them up in a program.
-    """
-    for op, offset in REQUIRES[act.op]:
-        if act.stage + offset >= 0:
-            yield action(act.stage + offset, op, act.microbatch)
-
-
 class StepCauses:
     """The cause of each step's start.
 
     Args:
-        steps: for each rank the spans of its steps in order, with the spans of an overlapped pair
-            grouped.
-        costs: the costs of a simulation; None if the times of messages are unknown.
+        trace: a step; its transfers between ranks are left out.
+        costs: the costs of a simulation; None for a measured step.
         placement: the placement; given together with ``costs``.
-        num_splits: sequence chunks per microbatch.
-        pause: the longest time between two steps of a rank that counts as no wait.
     """
 
     def __init__(
-        self,
-        steps: Sequence[Sequence[tuple[Span, ...]]],
-        *,
-        costs: Costs | None = None,
-        placement: Placement | None = None,
-        num_splits: int = 1,
-        pause: float = 0.0,
+        self, trace: Trace, *, costs: Costs | None = None, placement: Placement | None = None
     ) -> None:
-        self._steps, self._costs, self._placement = steps, costs, placement
-        self._num_splits, self._pause = num_splits, pause
+        self._costs, self._placement = costs, placement
+        self._pause = trace.makespan * (_PAUSE if trace.unit == "s" else _CLOSE)
+        self._steps: list[list[list[Span]]] = [[] for _ in range(trace.num_ranks)]
         # By action, or action covered by it: its span, its rank, and the index of its step.
         self._places: dict[Action, tuple[Span, int, int]] = {}
-        for rank, ranks_steps in enumerate(steps):
-            for index, spans in enumerate(ranks_steps):
-                for act, span in producers(spans).items():
-                    self._places.setdefault(act, (span, rank, index))
-        self._transfers = any(act.op in _RECEIVES for act in self._places)
+        pair_of = trace.pair_of()
+        for span in trace.spans:
+            if span.action.op not in _STEPS:
+                continue
+            steps, pair = self._steps[span.rank], pair_of.get(span.action)
+            if pair is not None and steps and pair_of.get(steps[-1][0].action) == pair:
+                steps[-1].append(span)
+            else:
+                steps.append([span])
+            act, place = span.action, (span, span.rank, len(steps) - 1)
+            for op in (act.op, *COVERS.get(act.op, ())):
+                self._places.setdefault(action(act.stage, op, act.microbatch), place)
 
     def cause(self, span: Span) -> Span | None:
         """The span that delayed ``span``: a result that it needs, or the step before it on its
@@ -104,7 +67,7 @@ class StepCauses:
         spans = self._steps[rank][index]
         if span in spans[1:]:
             return spans[spans.index(span) - 1]
-        before = self._before(rank, index, COMPUTE)
+        before = self._before(rank, index)
         return None if before < 0 else self._steps[rank][before][-1]
 
     def critical_path(self) -> tuple[Span, ...]:
@@ -129,15 +92,13 @@ class StepCauses:
         """The result that delayed a step after its rank was free."""
         spans = self._steps[rank][index]
         first = spans[0]
-        # A receive is posted at once; only its message takes time.
-        begun = first.end if first.action.op in _RECEIVES else first.start
-        if begun <= self._free(rank, index) + max(self._pause, _CLOSE * abs(begun)):
+        if first.start <= self._free(rank, index) + self._pause:
             return None
         if first.action.op in HOST_TRANSFERS:
             # The copy before it in the same direction may have occupied the channel.
             copy = self._before(rank, index, (first.action.op,))
             ahead = self._steps[rank][copy][0]
-            if copy >= 0 and ahead.end >= first.start * (1 - _CLOSE):
+            if copy >= 0 and ahead.end >= first.start - self._pause:
                 return ahead.action
         parts = [span.action for span in spans]
         needed = [
@@ -150,22 +111,16 @@ class StepCauses:
 
     def _needs(self, act: Action) -> list[Action]:
         """The actions of the step that ``act`` waits for."""
-        needed = []
-        for each in needed_by(act):
-            receive = RECEIVE_FOR.get((each.op, each.stage - act.stage))
-            posted = receive and action(act.stage, receive, act.microbatch)
-            # A value from another rank arrives when its receive ends.
-            use_receive = act.op in COMPUTE and posted in self._places
-            needed.append(posted if posted and use_receive else each)
-        if self._num_splits > 1 and act.op in IN_SEQUENCE and act.microbatch is not None:
-            op, offset = IN_SEQUENCE[act.op]
-            other = next_chunk(act.microbatch, offset, self._num_splits)
-            needed += [] if other is None else [action(act.stage, op, other)]
+        needed = [
+            action(act.stage + offset, op, act.microbatch)
+            for op, offset in REQUIRES[act.op]
+            if act.stage + offset >= 0
+        ]
         if act.op in COMPUTE and act.op is not Op.FORWARD:
             needed.append(action(act.stage, Op.RELOAD, act.microbatch))
         return [each for each in needed if each in self._places]
 
-    def _before(self, rank: int, index: int, ops: Container[Op] = _BLOCKING) -> int:
+    def _before(self, rank: int, index: int, ops: Container[Op] = COMPUTE) -> int:
         """The index of the last step before one with an op of ``ops``; -1 if there is none."""
         steps, index = self._steps[rank], index - 1
         while index >= 0 and steps[index][0].action.op not in ops:
@@ -179,7 +134,7 @@ class StepCauses:
             return 0.0
         spans = self._steps[rank][before]
         free = spans[-1].end
-        if costs is None or placement is None or costs.transfers_overlap or self._transfers:
+        if costs is None or placement is None or costs.transfers_overlap:
             return free
         sending = 0.0
         for act in (span.action for span in spans if span.action.op in _SENDING):
@@ -191,9 +146,8 @@ class StepCauses:
     def _arrival(self, stage: int, act: Action, rank: int) -> tuple[bool, float]:
         """A sort key for results by their arrival on a rank, for one of its stages."""
         _, maker, index = self._places[act]
-        spans = self._steps[maker][index]
-        end = spans[-1].end
+        end = self._steps[maker][index][-1].end
         if maker != rank and self._costs is not None and self._placement is not None:
             end += self._costs.travel(act.stage, stage, self._placement)
         # The rank's own results are available as soon as it is free.
-        return maker != rank or spans[0].action.op in _NON_BLOCKING, end
+        return maker != rank or act.op in HOST_TRANSFERS, end

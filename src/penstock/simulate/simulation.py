@@ -155,17 +155,8 @@ class Simulation:
 
     @cached_property
     def causes(self) -> StepCauses:
-        """The cause of each step's start."""
-        spans = iter(self.trace.spans)
-        return StepCauses(
-            [
-                [tuple(next(spans) for _ in step.parts) for step in steps]
-                for steps in self.program.ranks
-            ],
-            costs=self.costs,
-            placement=self.program.placement,
-            num_splits=self.program.num_splits,
-        )
+        """The cause of each computation's and each copy's start."""
+        return StepCauses(self.trace, costs=self.costs, placement=self.program.placement)
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:

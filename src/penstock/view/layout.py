@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from penstock.schedule.action import Op, Overlap
 from penstock.schedule.rules import COMPUTE, TRANSFERS
-from penstock.simulate.critical_path import causes_of
+from penstock.simulate.critical_path import StepCauses
 from penstock.simulate.memory import Curve, StageMemory, memory_curves
 from penstock.simulate.simulation import Simulation
 from penstock.trace import Span, Trace
@@ -130,12 +130,10 @@ def arrange(step: Drawable, *, unit: str | None = None, memory: bool = True) -> 
     foot = _FOOT if memory else _FOOT_ALONE
     axes = _Axes(origin=origin, scale=1e3 if unit == "s" else 1.0, top=top, foot=foot)
     if isinstance(step, Trace):
-        causes, curves = causes_of(step), _activations(step)
-        path = causes.critical_path()
+        causes, curves = StepCauses(step), _activations(step)
     else:
-        # With explicit transfers a step waits for its receive, which has no box.
-        causes = causes_of(trace) if step.program.has_transfers else step.causes
-        curves, path = step.memory, step.critical_path
+        causes, curves = step.causes, step.memory
+    path = causes.critical_path()
     peaks = tuple(max((held for _, held in curve), default=0.0) for curve in curves)
     pair_of = trace.pair_of()
     pairs: defaultdict[tuple[int, Overlap], list[Span]] = defaultdict(list)
