@@ -41,10 +41,10 @@ __all__ = [
     "encode_failure",
     "failures_over",
     "key_of",
-    "message_of",
     "own_group",
     "publishing_errors",
     "store_of",
+    "text_of",
     "withdraw_early",
 ]
 
@@ -67,12 +67,9 @@ class Cause:
     traceback: str
 
 
-def message_of(error: BaseException) -> str:
-    """An exception's message, even if its ``__str__`` fails."""
-    try:
-        return str(error)
-    except BaseException as failed:
-        return f"(its message can't be shown: __str__ raised {type(failed).__name__})"
+def text_of(error: BaseException) -> str:
+    """An exception's class and message, even if its ``__str__`` fails."""
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def cause_of(
@@ -80,22 +77,18 @@ def cause_of(
 ) -> Cause:
     """Make the cause to publish for ``error``, raised on ``rank`` of these processes; ``at`` is the
     place if another rank is at fault."""
-    where, message = NOWHERE, message_of(error)
-    if not isinstance(error, PenstockError):
-        message = f"{type(error).__name__}: {message}"
-    elif error.rank in (None, rank):  # else it is a position in the program, not on this rank
-        where = error.where
-    try:
-        trace = _shown_traceback(error)
-    except BaseException:  # its notes or its causes can't be formatted
-        trace = "".join(traceback.format_tb(error.__traceback__))
+    where, message = NOWHERE, text_of(error)
+    if isinstance(error, PenstockError):
+        message = str(error)
+        if error.rank in (None, rank):  # else it is a position in the program, not on this rank
+            where = error.where
     public = (c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
     return Cause(
         kind=next(public, type(error).__name__),
         message=_abbreviated(message),
         where=replace(where, rank=rank) if at is None else at,
         processes=tuple(processes),
-        traceback=_abbreviated(trace),
+        traceback=_abbreviated(_shown_traceback(error)),
     )
 
 

@@ -265,7 +265,7 @@ def test_after_a_failure_another_group_serves() -> None:
     for first, again, anew in played((Again(),), 3)[Again()]:
         assert "it burst" in first.message
         assert again.kind == "PeerError"
-        assert "its process has ended or died, or it broke when another schedule" in again.message
+        assert "or an earlier failure over this process group broke it" in again.message
         assert anew.kind is None, anew.message
 
 
@@ -289,7 +289,7 @@ def test_a_schedule_next_to_a_failed_one_says_so() -> None:
     for *whole, failed, other in played((Beside(),), 2)[Beside()]:
         assert [each.kind for each in whole] == [None, None]
         assert "it burst" in failed.message
-        assert "its process has ended or died, or it broke when another schedule" in other.message
+        assert "or an earlier failure over this process group broke it" in other.message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,6 +320,8 @@ def test_the_error_that_ends_a_process_between_steps_reaches_its_peers() -> None
     assert ended.kind is None, ended.message
     assert waited.kind == "PeerError"
     assert waited.where[0] == 1
-    assert waited.message.startswith("rank 1: Boom: the optimizer burst")
+    assert waited.message.startswith(
+        "rank 1: tests.distributed.test_failures.Boom: the optimizer burst"
+    )
     assert "in end\n" in waited.message
     assert waited.elapsed_s < SOON_S

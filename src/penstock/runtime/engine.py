@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from penstock.cause import message_of
+from penstock.cause import text_of
 from penstock.errors import (
     NOWHERE,
     PeerError,
@@ -313,9 +313,7 @@ class Engine:
         failed = None if bound is None else bound.executor.failed
         placed = _placed(error, failed, self.program) if failed is not None else error
         raised = self._transport.fail(placed) or placed
-        self.failure = PeerError(f"{type(raised).__name__}: {message_of(raised)}")
-        if isinstance(raised, PenstockError):
-            self.failure = raised
+        self.failure = raised if isinstance(raised, PenstockError) else PeerError(text_of(raised))
         for runner in () if bound is None else bound.runners.values():
             runner.end(failed=True)
         # Ctrl-C and the like are reported to other ranks, but re-raised unchanged here.
@@ -350,6 +348,6 @@ def _placed(error: BaseException, failed: BoundAction, program: Program) -> Base
     # An error that has a place already comes from another pipeline inside user code.
     if (failed.is_wait or action.op in TRANSFERS) and isinstance(error, Exception):
         return error
-    placed = StageError(f"{type(error).__name__}: {message_of(error)}", where=where)
+    placed = StageError(text_of(error), where=where)
     placed.__cause__ = error
     return placed

@@ -288,16 +288,10 @@ class ErrorStore:
             )
         else:
             message = (
-                f"rank {self._rank} lost its connection to {name} in {self._calls.name}: its "
-                "process has ended or died"
+                f"rank {self._rank} lost its connection to {name} in {self._calls.name}: a process "
+                "has ended or died, or an earlier failure over this process group broke it (then "
+                "make stages over a new one, by torch.distributed.new_group, on every rank)"
             )
-            if self.is_lost:
-                message += ", or that of the group's rank 0, which holds the ranks' store"
-            elif self._calls.failed:
-                message += (
-                    ", or it broke when another schedule over this process group failed: then "
-                    "make stages over a new one (torch.distributed.new_group), on every rank"
-                )
         raised = PeerError(message)
         raised.where = Where(rank=ranks[0] if len(ranks) == 1 else self._rank)
         return raised
