@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import penstock
 from benchmarks.figures import Figure
 from benchmarks.split_backward import Block
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 __all__ = ["measure_compiled_schedules"]
 

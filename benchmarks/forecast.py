@@ -27,7 +27,7 @@ from torch import nn
 
 from benchmarks.figures import Figure
 from penstock import Pipeline
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 __all__ = ["CASES", "measure_forecasts", "predict_and_train"]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import penstock
 from benchmarks.figures import Figure
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 __all__ = ["measure_memory"]
 

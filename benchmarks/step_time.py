@@ -29,7 +29,7 @@ from benchmarks.bare import bare_step
 from benchmarks.figures import Figure
 from benchmarks.split_backward import Block
 from penstock.schedule.passes import lower
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 __all__ = [
     "RANKS", "TINY", "Case", "measure_compute_bound", "measure_sharded", "measure_tiny",

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.figures import Figure
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 __all__ = ["measure_trainer", "train"]
 

@@ -19,7 +19,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 
 from clients import SIDE, Case
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 TIMEOUT_S = 400
 

@@ -23,7 +23,7 @@ from torch.distributed.pipelining import stage as peer_stage
 from torch.fx.node import map_aggregate
 
 import penstock
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 DIM = 6
 CPU = torch.device("cpu")

@@ -22,9 +22,9 @@ from penstock.partition.profile import profile
 from penstock.runtime.comm.process_group import Link, measure_link
 from penstock.schedule.action import Action, Op
 from penstock.testing.compare import plain_step
-from penstock.testing.processes import run_ranks
 from tests.agreement import Twins
 from tests.models import DIM, features, mlp
+from tests.processes import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ import transformers
 
 import penstock
 from penstock.schedule import registry
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

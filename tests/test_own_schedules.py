@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock import PipelineStage, ScheduleError, check, load_csv
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 DIM, MICROBATCHES, CPU = 6, 4, torch.device("cpu")
 comparing = pytest.mark.skipif(

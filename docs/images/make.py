@@ -1,4 +1,4 @@
-"""Draws the pictures of the guides: `.venv/bin/python docs/images/make.py`. Needs a Chromium."""
+"""Draws the pictures of the guides: `.venv/bin/python -m docs.images.make`. Needs a Chromium."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torch import nn
 from penstock import Costs, Pipeline, build, simulate
 from penstock.cli.output import figures_text, peaks_text
 from penstock.simulate.measured import costs_of, program_of
-from penstock.testing.processes import run_ranks
 from penstock.view.page import save_page
 from penstock.view.perfetto import from_perfetto, to_perfetto
 from penstock.view.picture import draw
 from penstock.view.terminal import timeline
+from tests.processes import run_ranks
 
 HERE = Path(__file__).parent
 RANKS, MICROBATCHES = 4, 8

@@ -26,10 +26,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-# The module of torch's compiler, which torch imports at the first export or use of DDP; the server
-# of test processes imports it once.
-COMPILER = "torch._dynamo"
-
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.step_time import RANKS, TINY, ways_of
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 
 def run_all(rank: int, num_ranks: int) -> list[list[str]]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 Run = Callable[[], object]
 Case = Callable[[int, dist.ProcessGroup], list[Run]]

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 __all__ = ["results_of"]
 

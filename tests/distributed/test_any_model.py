@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.testing.processes import run_ranks
 from tests.distributed import any_model
+from tests.processes import run_ranks
 from tests.real_models import REAL_MODELS
 
 # GPT-2 ties its head to its embedding, on the other rank; T5 also its two embeddings.

@@ -12,9 +12,9 @@ import penstock
 from penstock import PenstockError, Pipeline, SplitPoint, pipeline
 from penstock.runtime.comm.c10d import C10dTransport
 from penstock.testing.compare import assert_same, plain_step, snapshot
-from penstock.testing.processes import run_ranks
 from tests.agreement import ROUNDING
 from tests.distributed.launches import results_of
+from tests.processes import run_ranks
 
 DIM, NUM = 6, 4
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import build
-from penstock.testing.processes import run_ranks
 from tests.distributed.replicas import (
     NUM_MICROBATCHES,
     WRAPS,
@@ -23,6 +22,7 @@ from tests.distributed.replicas import (
     run_step,
     whole,
 )
+from tests.processes import run_ranks
 
 NUM_STEPS = 3
 SCHEDULES = (

@@ -19,8 +19,8 @@ from penstock import Pipeline, PipelineStage, Schedule1F1B
 from penstock.errors import PenstockError
 from penstock.runtime.comm.c10d import C10dTransport, break_pairs
 from penstock.runtime.failure import READ_INTERVAL_S
-from penstock.testing.processes import run_ranks
 from tests.distributed.attempts import DIM, SOON_S, At, Attempt, attempt
+from tests.processes import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.testing.processes import run_ranks
 from tests.dropout import compare_dropout
+from tests.processes import run_ranks
 
 # A rank whose comparison fails leaves the others waiting in the next step.
 TIMEOUT_S = 20.0

@@ -37,8 +37,8 @@ from penstock.runtime import microbatch
 from penstock.stage.dtensor import dtensor_meta, encode_placement, find_mesh
 from penstock.stage.weight_grad import DeferredGrads, find_undeferred
 from penstock.testing.compare import plain_step
-from penstock.testing.processes import run_ranks
 from tests.distributed.launches import results_of
+from tests.processes import run_ranks
 
 CPU = torch.device("cpu")
 PLACEMENTS = {"rows": Shard(0), "features": Shard(1), "whole": Replicate(), "sums": Partial()}

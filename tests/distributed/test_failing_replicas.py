@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from penstock import PipelineStage, Schedule1F1B
-from penstock.testing.processes import run_ranks
 from tests.distributed.attempts import DIM, SOON_S, At, Attempt, attempt
 from tests.distributed.replicas import CPU, WRAPS, make_meshes
+from tests.processes import run_ranks
 
 # The processes of a 2 × 2 mesh: pipelines (0, 2) and (1, 3), replicas (0, 1) and (2, 3).
 NUM_PROCESSES = 4

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from penstock import Pipeline
 from penstock.testing.compare import plain_step
-from penstock.testing.processes import run_ranks
 from penstock.training.clip import clip_grad_norm_
+from tests.processes import run_ranks
 
 SCALE, OVERFLOWING = 2.0**16, 1
 

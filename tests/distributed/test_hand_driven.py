@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock import PipelineStage, Schedule1F1B
-from penstock.testing.processes import run_ranks
 from tests.distributed.launches import results_of
+from tests.processes import run_ranks
 
 DIM = 4
 ROWS = 3

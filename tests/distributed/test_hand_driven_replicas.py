@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import PipelineStage
-from penstock.testing.processes import run_ranks
 from tests.distributed.replicas import CPU, WRAPS, batch, make_layers, whole
+from tests.processes import run_ranks
 
 NUM_MICROBATCHES = 2
 

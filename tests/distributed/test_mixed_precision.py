@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from penstock import PartitionError, Pipeline
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 DIM, NUM_STAGES = 16, 4
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline, pipe_split
-from penstock.testing.processes import run_ranks
 from tests.distributed.replicas import whole
+from tests.processes import run_ranks
 
 DIM, ROWS, NUM_MICROBATCHES, NUM_STEPS, LR = 6, 8, 4, 2, 0.1
 

@@ -28,9 +28,9 @@ from penstock.runtime.comm import nccl
 from penstock.runtime.comm.c10d import C10dTransport, as_wire
 from penstock.runtime.comm.nccl import NcclTransport, pairs_of
 from penstock.runtime.failure import Calls, ErrorStore, Peers, Watchdog
-from penstock.testing.processes import run_ranks
 from tests.agreement import ROUNDING, Twins
 from tests.models import features, mlp
+from tests.processes import run_ranks
 
 
 class Directed(NcclTransport):

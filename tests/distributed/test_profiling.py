@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from penstock import PipelineStage, Schedule1F1B
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 DIM = 4
 

@@ -16,7 +16,7 @@ from penstock import (
     ScheduleProgram,
     save_csv,
 )
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 DIM = 4
 CPU = torch.device("cpu")

@@ -32,7 +32,6 @@ from penstock.cause import store_of
 from penstock.parallel.data_parallel import start_averaging
 from penstock.runtime import failure
 from penstock.testing.compare import plain_step
-from penstock.testing.processes import run_ranks
 from tests.crossings import Give, Take
 from tests.distributed.launches import results_of
 from tests.distributed.replicas import (
@@ -49,6 +48,7 @@ from tests.distributed.replicas import (
     run_step,
     whole,
 )
+from tests.processes import run_ranks
 
 
 def count_reductions(rank: int, num_ranks: int) -> dict[str, list[int]]:

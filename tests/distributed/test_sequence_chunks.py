@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline, PipelineStage, build
-from penstock.testing.processes import run_ranks
 from tests.models import token_loss
+from tests.processes import run_ranks
 from tests.sequences import Whole, causal, compare_steps, token_batch
 
 # A rank whose comparison fails leaves the other waiting in the next step.

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from penstock import Pipeline
 from penstock.errors import PartitionError
 from penstock.stage.dtensor import full_tensor
-from penstock.testing.processes import run_ranks
 from penstock.training.checkpoint import load, save
 from penstock.training.clip import clip_grad_norm_
 from tests.distributed.replicas import WRAPS, make_meshes
+from tests.processes import run_ranks
 
 MICROBATCHES = 4
 MAX_NORM = 0.05

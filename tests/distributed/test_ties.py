@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from penstock.testing.compare import plain_step
-from penstock.testing.processes import run_ranks
 from tests.agreement import BIDIRECTIONAL
 from tests.distributed import sharing
 from tests.distributed.launches import results_of
 from tests.distributed.sharing import bitwise_equal, train_shared
+from tests.processes import run_ranks
 
 # In one launch for each number of ranks: the case, the schedule, rows and microbatches.
 PLANS = {

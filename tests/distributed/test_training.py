@@ -13,12 +13,12 @@ import torch
 
 from penstock.schedule.registry import family
 from penstock.testing.compare import plain_step
-from penstock.testing.processes import run_ranks
 from tests.agreement import TRAINING
 from tests.crossings import CROSSINGS
 from tests.distributed import workers
 from tests.distributed.workers import Plan
 from tests.models import CASES, features
+from tests.processes import run_ranks
 
 
 def results(work: Any, ranks: int, *args: Any) -> list[Any]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock import PipelineStage, ScheduleGPipe
-from penstock.testing.processes import run_ranks
 from tests.distributed.attempts import DIM, SOON_S, Attempt, attempt
+from tests.processes import run_ranks
 
 CPU = torch.device("cpu")
 # 64 MB, for which a loopback takes some 50 ms.

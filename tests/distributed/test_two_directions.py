@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from penstock import PipelineStage, ScheduleChimera, ScheduleDualPipe
 from penstock.errors import PenstockError
 from penstock.testing.compare import plain_step
-from penstock.testing.processes import run_ranks
 from tests.distributed.launches import results_of
 from tests.distributed.replicas import WRAPS, batch, make_layers, make_meshes, whole
+from tests.processes import run_ranks
 
 CPU = torch.device("cpu")
 MICROBATCHES = 4

@@ -20,7 +20,7 @@ from penstock import (
     ScheduleGPipe,
     ScheduleZBVZeroBubble,
 )
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 DIM = 4
 CPU = torch.device("cpu")

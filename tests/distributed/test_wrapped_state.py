@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from penstock import Pipeline, PipelineStage
 from penstock.errors import PartitionError
-from penstock.testing.processes import run_ranks
 from penstock.training.checkpoint import load, save
 from tests.distributed.replicas import CPU, WRAPS, batch, make_meshes, whole
+from tests.processes import run_ranks
 
 
 def make_model(seed: int) -> nn.Sequential:

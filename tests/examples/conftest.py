@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from penstock.testing.processes import fork_server
+from tests.processes import fork_server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

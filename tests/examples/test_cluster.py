@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 from .conftest import EXAMPLES, RunExample
 

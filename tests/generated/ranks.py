@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from penstock.testing.processes import run_ranks
 from tests.generated.case import Case
 from tests.generated.drawing import draw_case
 from tests.generated.piped import Place
 from tests.generated.play import Unplayable, play
+from tests.processes import run_ranks
 
 __all__ = ["REPLICAS", "Grid", "told_of", "told_over"]
 

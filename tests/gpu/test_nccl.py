@@ -14,12 +14,12 @@ from penstock import Pipeline
 from penstock.errors import PenstockError
 from penstock.schedule.registry import family
 from penstock.testing.compare import Tolerance
-from penstock.testing.processes import run_ranks
 from tests.agreement import Twins
 from tests.crossings import CROSSINGS, crossing_model
 from tests.distributed.sharing import tied_gpt
 from tests.gpu.device import GPU, train, twins
 from tests.models import features, gpt, token_loss, tokens
+from tests.processes import run_ranks
 
 RANKS = 2
 pytestmark = [

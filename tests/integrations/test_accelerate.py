@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import penstock
-from penstock.testing.processes import run_ranks
 from tests.integrations.trainer_runs import SIZES
+from tests.processes import run_ranks
 
 
 class Scores(nn.Module):

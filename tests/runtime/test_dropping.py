@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from penstock import Pipeline
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import penstock
 from penstock import PipelineStage, Schedule1F1B
 from penstock.schedule.action import Op
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 SOURCES = str(Path(penstock.__file__).parent)
 MICROBATCH = 3

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks import memory
 from penstock.runtime.comm.base import MIN_REUSED_BYTES, RecvBuffers
 from penstock.stage.boundary import TensorMeta
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 CPU = torch.device("cpu")
 NUM = MIN_REUSED_BYTES // 4

@@ -16,7 +16,7 @@ from penstock._torch_compat import (
     profiler_is_on,
     takes_cpu_tensors,
 )
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 
 
 def test_hooks_on_accumulated_gradients() -> None:

@@ -19,7 +19,7 @@ from penstock.search.problem import SearchProblem
 from penstock.search.state import Budget, SearchResult
 from penstock.simulate.bounds import lower_bounds
 from penstock.simulate.costs import build_for
-from penstock.testing.processes import run_ranks
+from tests.processes import run_ranks
 from tests.search.problems import LATE_COSTS, problems
 
 UNEVEN = Costs(

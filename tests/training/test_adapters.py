@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from penstock import Pipeline
 from penstock.testing.compare import assert_same, plain_step, snapshot
-from penstock.testing.processes import run_ranks
 from penstock.training.checkpoint import load, save
+from tests.processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from penstock.errors import PartitionError
-from penstock.testing.processes import run_ranks
 from penstock.training.checkpoint import load, optimizer_state, save
+from tests.processes import run_ranks
 
 # DCP, called by itself, warns of a single process even where it is told that there is just one.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.testing.processes import run_ranks
 from penstock.training.checkpoint import load, save
+from tests.processes import run_ranks
 
 
 class WhenWritten:

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from penstock.errors import StageError
-from penstock.testing.processes import run_ranks
 from penstock.training.clip import clip_grad_norm_
+from tests.processes import run_ranks
 
 NORM_TYPES = [1.0, 2.0, 3.0, math.inf]
 

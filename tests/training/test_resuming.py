@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 from penstock.errors import PartitionError
 from penstock.stage.dtensor import full_tensor
-from penstock.testing.processes import run_ranks
 from penstock.training.checkpoint import load, load_optimizer_state, optimizer_state, save
+from tests.processes import run_ranks
 
 GUIDE = Path(__file__).parents[2] / "docs" / "resuming.md"
 

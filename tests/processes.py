@@ -26,8 +26,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from penstock._torch_compat import COMPILER
-
 __all__ = ["Outcome", "run_ranks"]
 
 Work = Callable[..., Any]
@@ -40,7 +38,7 @@ _IMPORTED = (
     "penstock.pipeline",
     "penstock.schedule.families.table",
     "penstock.training.checkpoint",
-    COMPILER,
+    "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.export._trace",
     "transformers.models.llama.modeling_llama",
