@@ -7,7 +7,6 @@ begin with other values in all places but the first, so that nothing is right un
 from __future__ import annotations
 
 import copy
-import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -93,7 +92,6 @@ def train_shared(
     made = TIED if case == "tied" else CASES[case]
     torch.manual_seed(0)
     plain: Any = made.model(num_layers)
-    told = Told()
     model = copy.deepcopy(plain)
     if schedule in BIDIRECTIONAL:
         spoil_copies(model, rank, num_ranks)
@@ -123,10 +121,7 @@ def train_shared(
             with torch.no_grad():
                 whole = [plain(mb) for mb in torch.tensor_split(batch, microbatches)]
             torch.testing.assert_close(out, torch.cat(whole))
-    return {
-        "grads": {name: param.grad for name, param in pipe.named_parameters()},
-        "log": list(told.lines),
-    }
+    return {"grads": {name: param.grad for name, param in pipe.named_parameters()}}
 
 
 def by_hand(rank: int, num_ranks: int) -> dict[str, Tensor | None]:
@@ -380,20 +375,6 @@ def _descend(model: Any) -> None:
             if param.grad is not None:
                 param -= 0.1 * param.grad
                 param.grad = None
-
-
-class Told(logging.Handler):
-    """Gathers what the library logs."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-        logger = logging.getLogger("penstock.parallel.shared_params")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def bitwise_equal(one: Tensor | None, other: Tensor | None) -> bool:

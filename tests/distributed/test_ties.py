@@ -36,11 +36,6 @@ def test_a_tie_across_ranks_gets_the_gradients_of_both_uses(schedule: str) -> No
     name = "0.tokens.weight"
     assert bitwise_equal(first["grads"][name], second["grads"][name])
     assert "3.weight" not in second["grads"]
-    assert first["log"] == [
-        f"{name} of stage 0 and 3.weight of stage {1 if 'inter' not in schedule else 3} are one "
-        "parameter: gradients summed across ranks 0 and 1"
-    ]
-    assert second["log"] == []
 
 
 def test_a_tie_over_four_ranks_leaves_those_between_alone() -> None:
@@ -52,9 +47,7 @@ def test_a_tie_over_four_ranks_leaves_those_between_alone() -> None:
 
 def test_a_tie_on_one_rank_is_placed_together() -> None:
     first, second = train(2, "tied", "zbv", 4, 4)
-    assert first["log"] == [
-        "0.tokens.weight of stage 0 and 3.weight of stage 3 are one parameter: placed together"
-    ]
+    assert "0.tokens.weight" in first["grads"]
     assert "0.tokens.weight" not in second["grads"]
 
 

@@ -14,7 +14,6 @@ is one object in one process.
 from __future__ import annotations
 
 import json
-import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,7 +39,6 @@ from penstock.stage.wrappers import named_plainly, plain_name, unwrapped
 
 __all__ = ["SharedParams", "shared_params_of"]
 
-_log = logging.getLogger(__name__)
 
 # Limit on the buffers that receive other ranks' parts, in bytes; a single larger tensor is allowed.
 BUCKET_BYTES = 64 << 20
@@ -107,16 +105,10 @@ class SharedParams:
         self._counted: dict[int, bool] = {}
         self._shared: list[_Shared] = []
         self._holds_parts = False  # after a step that did not reduce
-        for number, group in enumerate(self._groups):
+        for group in self._groups:
             ranks = self._ranks_of(group)
             if (rank := self._transport.rank) in ranks:
                 self._transport.register_peers({*ranks} - {rank})
-            if number < self._num_ties and min(group) in stages:
-                first_copies = (i for i in sorted(group) if placement.direction_of(i) == 0)
-                names = " and ".join(f"{group[stage]} of stage {stage}" for stage in first_copies)
-                how = f"gradients summed across ranks {' and '.join(map(str, ranks))}"
-                how = how if len(ranks) > 1 else "placed together"
-                _log.info("%s are one parameter: %s", names, how)
         self._find_params()
         _live.append(weakref.ref(self, _live.remove))
 
