@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.testing.compare import Tolerance
+from tests.compare import Tolerance
 from tests.generated.habits import Habits
 from tests.generated.models import Recipe
 from tests.generated.moves import Move

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import replace
 
 from penstock.errors import PenstockError
-from penstock.testing.compare import Snapshot, assert_same
+from tests.compare import assert_same
 from tests.generated.case import Case
-from tests.generated.moves import Found
 from tests.generated.piped import Piped, Place
 from tests.generated.plain import Plain
-from tests.generated.trainers import Common
 
 __all__ = ["Unplayable", "play"]
 
@@ -41,9 +38,8 @@ def play(case: Case, place: Place | None = None, num_replicas: int = 1) -> str:
         try:
             pipe = Piped(case, place) if pipe is None else pipe
             actual = {} if move is None else move.do(pipe)
-            assert_same(
-                _all(pipe, actual), _all(plain, expected), tolerance=case.tolerance, partial=True
-            )
+            actual, expected = {**pipe.state(), **actual}, {**plain.state(), **expected}
+            assert_same(actual, expected, tolerance=case.tolerance, partial=True)
         except AssertionError as error:
             # The other ranks go on, and would wait.
             told = told or f"move {number}, {move}: {error}"
@@ -52,8 +48,3 @@ def play(case: Case, place: Place | None = None, num_replicas: int = 1) -> str:
         except Exception:
             return told or f"move {number}, {move}: {traceback.format_exc()}"
     return told
-
-
-def _all(trainer: Common, found: Found) -> Snapshot:
-    state = trainer.state()
-    return replace(state, buffers={**state.buffers, **found})

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.stage.dtensor import full_tensor
-from penstock.testing.compare import Snapshot
 from tests.generated.case import Case
 from tests.generated.failing import Bomb, Boom
 from tests.generated.habits import CLIPS, LR
@@ -224,22 +223,20 @@ class Common:
             "failed in microbatch": torch.tensor(move.microbatch),
         }
 
-    def state(self) -> Snapshot:
+    def state(self) -> dict[str, Tensor | None]:
         """Gradients; buffers, parameters, their averages, and how often hooks were called."""
         named = list(self.named_parameters())
-        return Snapshot(
-            grads={name: None if p.grad is None else whole(p.grad) for name, p in named},
-            buffers={
-                **{name: whole(buffer) for name, buffer in self.named_buffers()},
-                **{f"(the parameter {name})": whole(param) for name, param in named},
-                **{f"(the average of {n})": whole(value) for n, value in self.average.items()},
-                **{
-                    f"(calls of hooks on {name})": torch.tensor(self.calls[name])
-                    for name, _ in named
-                    if name in self.calls
-                },
+        return {
+            **{f"gradient of {n}": None if p.grad is None else whole(p.grad) for n, p in named},
+            **{f"buffer {name}": whole(buffer) for name, buffer in self.named_buffers()},
+            **{f"parameter {name}": whole(param) for name, param in named},
+            **{f"average of {name}": whole(value) for name, value in self.average.items()},
+            **{
+                f"calls of hooks on {name}": torch.tensor(self.calls[name])
+                for name, _ in named
+                if name in self.calls
             },
-        )
+        }
 
 
 def tensor_of(output: Any) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.schedule.program import Program
-from penstock.testing.compare import Tolerance
 from tests.agreement import Twins
+from tests.compare import Tolerance
 
 __all__ = ["DEVICE", "GPU", "SUMS", "on_device", "train", "twins"]
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from penstock import Pipeline
 from penstock.errors import PenstockError
 from penstock.schedule.registry import family
-from penstock.testing.compare import Tolerance
 from tests.agreement import Twins
+from tests.compare import Tolerance
 from tests.crossings import CROSSINGS, crossing_model
 from tests.distributed.sharing import tied_gpt
 from tests.gpu.device import GPU, train, twins

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipe, Pipeline, PipelineStage, SplitPoint, pipeline
-from penstock.testing.compare import Tolerance, assert_same, plain_step, snapshot
+from penstock.testing.compare import plain_step, snapshot
+from tests.compare import Tolerance, assert_same
 
 __all__ = ["ROUNDING", "Pair", "cuts_before"]
 

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from penstock import Pipeline
 from penstock.partition.forward.by_module import split_by_module
-from penstock.testing.compare import assert_same, plain_step, snapshot
+from penstock.testing.compare import plain_step, snapshot
 from tests.agreement import ROUNDING
+from tests.compare import assert_same
 from tests.real_models import own_loss
 
 DIM, VOCABULARY = 6, 11

@@ -14,7 +14,8 @@ from torch.utils import _pytree
 
 from penstock import Pipeline, PipelineStage, ScheduleGPipe, TensorChunkSpec
 from penstock.runtime.microbatch import split_args_kwargs_into_chunks, split_tree
-from penstock.testing.compare import assert_same, plain_step, snapshot
+from penstock.testing.compare import plain_step, snapshot
+from tests.compare import assert_same
 
 DIM = 4
 CPU = torch.device("cpu")

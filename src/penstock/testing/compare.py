@@ -3,8 +3,7 @@
     for mb in microbatches:
         (loss_fn(model(mb), target_mb) / n).backward()
 
-``plain_step`` is that loop; ``snapshot`` copies the gradients and buffers of a model or a pipeline;
-``assert_same`` compares two snapshots, exactly or within a tolerance.
+``plain_step`` is that loop; ``snapshot`` copies the gradients and buffers of a model or a pipeline.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from penstock.runtime.microbatch import (
     split_tree,
 )
 
-__all__ = ["PlainResult", "Snapshot", "Tolerance", "assert_same", "plain_step", "snapshot"]
+__all__ = ["PlainResult", "plain_step", "snapshot"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,125 +113,22 @@ def plain_step(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """Copies of a model's gradients and buffers.
-
-    Args:
-        grads: the gradient of every parameter by name. None is not the same as zeros: an optimizer
-            skips a parameter without a gradient, and decays one with a zero gradient.
-        buffers: every buffer by name.
-    """
-
-    grads: Mapping[str, Tensor | None]
-    buffers: Mapping[str, Tensor]
-
-
-def snapshot(source: Any) -> Snapshot:
+def snapshot(source: Any) -> dict[str, Tensor | None]:
     """Copy the gradients and buffers of a model, a pipeline, or one rank's part of it.
+
+    A gradient that is None is not the same as zeros: an optimizer skips a parameter without a
+    gradient, and decays one with a zero gradient. ``torch.testing.assert_close`` compares two
+    snapshots.
 
     Args:
         source: an object with ``named_parameters()`` and ``named_buffers()``.
 
     Examples:
         >>> from torch import nn
-        >>> snapshot(nn.Linear(1, 1)).grads
-        {'weight': None, 'bias': None}
+        >>> snapshot(nn.Linear(1, 1))
+        {'gradient of weight': None, 'gradient of bias': None}
     """
-    grads = {name: param.grad for name, param in source.named_parameters()}
-    return Snapshot(
-        grads={n: None if grad is None else grad.detach().clone() for n, grad in grads.items()},
-        buffers={name: buffer.detach().clone() for name, buffer in source.named_buffers()},
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tolerance:
-    """The allowed difference of two values whose terms are summed in different orders.
-
-    Args:
-        relative: relative to the largest finite magnitude of the expected tensor, not to each
-            element: a sum that cancels to almost nothing has the rounding of its terms.
-        absolute: in the values' own unit.
-    """
-
-    relative: float
-    absolute: float = 0.0
-
-
-def assert_same(
-    actual: Snapshot,
-    expected: Snapshot,
-    *,
-    tolerance: Tolerance | None = None,
-    partial: bool = False,
-) -> None:
-    """Compare two snapshots: names, None, shapes, dtypes and values.
-
-    Args:
-        actual: the snapshot to check.
-        expected: the reference.
-        tolerance: the allowed difference; None demands equal numbers (a NaN equals a NaN).
-        partial: whether ``actual`` may be a part of ``expected``, as one rank's stages are.
-
-    Raises:
-        AssertionError: they differ; all differences are listed.
-
-    Examples:
-        >>> from torch import nn
-        >>> model = nn.Linear(1, 1)
-        >>> before = snapshot(model)
-        >>> model(torch.ones(1, 1)).sum().backward()
-        >>> assert_same(snapshot(model), before)
-        Traceback (most recent call last):
-            ...
-        AssertionError: 2 differences:
-          gradient of weight: is a tensor of shape (1, 1), expected None
-          gradient of bias: is a tensor of shape (1,), expected None
-    """
-    mine, reference = (
-        {f"gradient of {name}": grad for name, grad in each.grads.items()}
-        | {f"buffer {name}": buffer for name, buffer in each.buffers.items()}
-        for each in (actual, expected)
-    )
-    differences = []
-    for name in dict.fromkeys([*mine, *(() if partial else reference)]):
-        if name not in reference or name not in mine:
-            found: str | None = "is missing" if name in reference else "is not expected at all"
-        else:
-            found = _difference(mine[name], reference[name], tolerance)
-        if found is not None:
-            differences.append(f"{name}: {found}")
-    if differences:
-        raise AssertionError(f"{len(differences)} differences:\n  " + "\n  ".join(differences))
-
-
-def _difference(
-    actual: Tensor | None, expected: Tensor | None, tolerance: Tolerance | None
-) -> str | None:
-    if actual is None or expected is None:
-        kinds = [
-            "None" if t is None else f"a tensor of shape {tuple(t.shape)}"
-            for t in (actual, expected)
-        ]
-        return None if actual is expected else f"is {kinds[0]}, expected {kinds[1]}"
-    if actual.shape != expected.shape or actual.dtype is not expected.dtype:
-        return (
-            f"has shape {tuple(actual.shape)} and dtype {actual.dtype}, "
-            f"expected {tuple(expected.shape)} and {expected.dtype}"
-        )
-    wide = torch.complex128 if actual.is_complex() else torch.float64
-    left, right = actual.to(wide), expected.to(wide)
-    allowed = 0.0
-    if tolerance is not None:
-        finite = right[right.isfinite()].abs()
-        largest = finite.max().item() if finite.numel() else 0.0
-        allowed = tolerance.absolute + tolerance.relative * largest
-    try:
-        # Two equal infinities, or two NaN, do not differ.
-        torch.testing.assert_close(
-            left, right, rtol=0, atol=allowed, equal_nan=True, check_device=False
-        )
-    except AssertionError as error:
-        return f"differs: {' '.join(str(error).split())}"
-    return None
+    params, buffers = source.named_parameters(), source.named_buffers()
+    found = {f"gradient of {name}": param.grad for name, param in params}
+    found |= {f"buffer {name}": buffer for name, buffer in buffers}
+    return {name: None if t is None else t.detach().clone() for name, t in found.items()}
