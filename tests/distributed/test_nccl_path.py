@@ -24,10 +24,9 @@ from torch.nn import functional as F
 from penstock import Pipeline, _torch_compat
 from penstock.errors import ScheduleError
 from penstock.runtime import pipeline_schedule
-from penstock.runtime.comm import nccl
 from penstock.runtime.comm.c10d import C10dTransport, as_wire
 from penstock.runtime.comm.nccl import NcclTransport, pairs_of
-from penstock.runtime.failure import Calls, ErrorStore, Peers, Watchdog
+from penstock.runtime.failure import ErrorStore, GroupRecord, Peers, Watchdog, record_of
 from tests.agreement import ROUNDING, Twins
 from tests.models import features, mlp
 from tests.processes import run_ranks
@@ -118,7 +117,7 @@ def train_two(rank: int, num_ranks: int) -> tuple[list[str], list[int]]:
         )
         inputs, target = features(2 * num_ranks, 0)
         pipe.step(inputs, target=target)
-        connected.append(len(nccl._data_planes[dist.group.WORLD].connected))  # type: ignore[index]
+        connected.append(len(record_of(dist.group.WORLD).data_plane.connected))  # type: ignore[arg-type]
     return made, connected
 
 
@@ -265,9 +264,9 @@ def test_ranks_meet_on_the_host() -> None:
     noted: list[Any] = []
     transport: Any = object.__new__(C10dTransport)
     transport._watchdog, transport._control = Watchdog(1.0, noted.append), Group(noted)
-    transport._limit, transport._calls, transport._collected = (), Calls(), ()
+    transport._limit, transport._record, transport._collected = (), GroupRecord(), ()
     transport.barrier()
-    assert noted == [torch.device("cpu")] and transport._calls.collectives == 1
+    assert noted == [torch.device("cpu")] and transport._record.num_collectives == 1
 
 
 def make_with_one_queue(rank: int, num_ranks: int) -> str:

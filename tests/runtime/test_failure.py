@@ -26,7 +26,7 @@ def test_one_second_connection_per_store_and_no_longer_than_it(
     stores: list[Any] = [dist.TCPStore("127.0.0.1", 0, 1, True)]
     group: Any = SimpleNamespace(group_name="0", size=lambda: 2, rank=lambda: 0)
     monkeypatch.setattr(failure, "store_of", lambda group: stores[0])
-    monkeypatch.setattr(failure, "calls_over", lambda group: failure.Calls())
+    monkeypatch.setattr(failure, "record_of", lambda group: failure.GroupRecord())
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     errors = ErrorStore(group, 0)
     aside, other = (ErrorStore(group, number) for number in (0, 1))

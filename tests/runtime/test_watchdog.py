@@ -100,7 +100,7 @@ def test_readers_by_the_thousand_ask_their_store_no_more_than_it_can_answer(
         return ErrorStore(group, 0, [group])
 
     monkeypatch.setattr(failure, "store_of", lambda group: dist.HashStore())
-    monkeypatch.setattr(failure, "calls_over", lambda group: failure.Calls())
+    monkeypatch.setattr(failure, "record_of", lambda group: failure.GroupRecord())
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0])
     few, many = errors_of(8), errors_of(4096)
     assert few.interval_s == failure.READ_INTERVAL_S

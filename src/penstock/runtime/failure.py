@@ -43,13 +43,13 @@ from penstock.schedule.wording import runs_of
 
 __all__ = [
     "BackgroundCall",
-    "Calls",
     "ErrorStore",
+    "GroupRecord",
     "Peers",
     "Wait",
     "Watchdog",
-    "calls_over",
     "poll",
+    "record_of",
     "report_uncaught",
 ]
 
@@ -110,17 +110,19 @@ def poll(read: Callable[[], T | None], *, for_s: float, every_s: float = 0.05) -
 
 
 @dataclass(slots=True)
-class Calls:
-    """This process's calls over one group, which every rank makes in the same order."""
+class GroupRecord:
+    """What this process's schedules over one group share."""
 
-    count: int = 0
-    name: str = ""  # of the latest call
-    collectives: int = 0  # over all ranks, entered by this process
-    failed: set[str] = field(default_factory=set)  # whose failures were raised in this process
+    num_calls: int = 0  # which every rank makes in the same order
+    call: str = ""  # the latest one
+    num_collectives: int = 0  # over all ranks, entered by this process
+    failed: set[str] = field(default_factory=set)  # calls whose failures were raised here
+    control: dist.ProcessGroup | None = None  # of the same ranks, for CPU tensors
+    data_plane: Any = None  # of NCCL, where a communicator per schedule would stay to the end
 
 
-# By group, with weak keys. Schedules over one group share a count of calls.
-_calls: WeakKeyDictionary[dist.ProcessGroup, Calls] = WeakKeyDictionary()
+# By group, with weak keys.
+_records: WeakKeyDictionary[dist.ProcessGroup, GroupRecord] = WeakKeyDictionary()
 # By store, with weak keys: its second connection, which takes seconds to make if torch waits for a
 # name server, and lets threads read while torch waits on the first one.
 _connections: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -128,9 +130,9 @@ _connections: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _error_stores: WeakSet[ErrorStore] = WeakSet()
 
 
-def calls_over(group: dist.ProcessGroup) -> Calls:
-    """This process's calls over ``group``."""
-    return _calls.setdefault(group, Calls())
+def record_of(group: dist.ProcessGroup) -> GroupRecord:
+    """What this process's schedules over ``group`` share."""
+    return _records.setdefault(group, GroupRecord())
 
 
 class ErrorStore:
@@ -152,7 +154,7 @@ class ErrorStore:
         self._name = str(number)
         self._rank = group.rank()
         self._processes = tuple(dist.get_process_group_ranks(group))
-        self._calls = calls_over(group)
+        self._record = record_of(group)
         self._count_key = key_of(group, "collectives")
         # Each list with the name of this schedule in it; the pipeline's takes precedence.
         self._logs = [(failures_over(group, self._store), self._name)]
@@ -166,7 +168,7 @@ class ErrorStore:
 
     def write(self, cause: Cause) -> Cause:
         """Publish ``cause`` unless another one was first; returns the first cause."""
-        self._calls.failed.add(self._name)
+        self._record.failed.add(self._name)
 
         def append() -> Cause:
             (own, name), *others = self._logs
@@ -192,13 +194,13 @@ class ErrorStore:
             if call.startswith(EARLY):
                 is_due = waited_s == math.inf or age_s > EARLY_GRACE_S
             else:
-                is_new = call not in self._calls.failed and "/" not in call
+                is_new = call not in self._record.failed and "/" not in call
                 is_due = is_new and waited_s >= OTHER_CALLS_S
             if is_due:
                 return call, cause
         if OTHER_CALLS_S <= waited_s < math.inf:
             # By these counts, the ranks that wait find those that stay away.
-            self._store.set(f"{self._count_key}/{self._rank}", str(self._calls.collectives))
+            self._store.set(f"{self._count_key}/{self._rank}", str(self._record.num_collectives))
         return None
 
     def _find_absent(self) -> list[int]:
@@ -206,7 +208,7 @@ class ErrorStore:
         others = {*range(len(self._processes))} - {self._rank}
         keys = {rank: f"{self._count_key}/{rank}" for rank in sorted(others)}
         present = {r: int(self._store.get(k)) for r, k in keys.items() if self._store.check([k])}
-        return [rank for rank in keys if present.get(rank, 0) < self._calls.collectives]
+        return [rank for rank in keys if present.get(rank, 0) < self._record.num_collectives]
 
     def _request(self, request: Callable[[], T]) -> T | None:
         if not self.is_lost:
@@ -260,7 +262,7 @@ class ErrorStore:
             error, where = broken, broken.where  # of the lost rank, not of this one
         own = cause_of(error, self._rank, self._processes, where)
         call, cause = failure or (self._name, own)
-        self._calls.failed.add(call)
+        self._record.failed.add(call)
         # A cause that was found is published too, to this rank's replicas.
         first = self._query(lambda: self.write(cause)) or cause
         is_own = (first.kind, first.message) == (own.kind, own.message)
@@ -288,9 +290,9 @@ class ErrorStore:
             )
         else:
             message = (
-                f"rank {self._rank} lost its connection to {name} in {self._calls.name}: a process "
-                "has ended or died, or an earlier failure over this process group broke it (then "
-                "make stages over a new one, by torch.distributed.new_group, on every rank)"
+                f"rank {self._rank} lost its connection to {name} in {self._record.call}: a "
+                "process has ended or died, or an earlier failure over this process group broke it "
+                "(then make stages over a new one, by torch.distributed.new_group, on every rank)"
             )
         raised = PeerError(message)
         raised.where = Where(rank=ranks[0] if len(ranks) == 1 else self._rank)
@@ -298,7 +300,7 @@ class ErrorStore:
 
     def report_crash(self, error: BaseException) -> None:
         """Publish the exception that ends this process, unless this schedule failed before."""
-        if self._name not in self._calls.failed:
+        if self._name not in self._record.failed:
             self.write(cause_of(error, self._rank, self._processes))
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ from penstock.runtime.failure import (
     Peers,
     Wait,
     Watchdog,
-    calls_over,
+    record_of,
 )
 from penstock.stage.boundary import TensorMeta
 
@@ -143,7 +142,7 @@ class C10dTransport(Transport):
         # after the wait. Dropping the last one at exit would abort the process.
         self._collected: Sequence[Tensor] = ()
         self._sends_are_unbounded = False
-        self._calls = calls_over(group)
+        self._record = record_of(group)
         self._processes = tuple(dist.get_process_group_ranks(group))
         self._replicas: tuple[dist.ProcessGroup, ...] = ()
         self._errors = ErrorStore(group, number)
@@ -154,8 +153,8 @@ class C10dTransport(Transport):
         )
 
     def begin(self, call: str) -> None:
-        self._calls.name = call
-        self._calls.count += 1
+        self._record.call = call
+        self._record.num_calls += 1
         withdraw_early(self._group)
         if self._control is None:
             if not _torch_compat.takes_cpu_tensors(self._group):
@@ -377,7 +376,7 @@ class C10dTransport(Transport):
 
     def collect(self, start: Callable[[], Any], tensors: Sequence[Tensor]) -> None:
         """Run a collective over all ranks, started by ``start``, on ``tensors``."""
-        self._calls.collectives += 1
+        self._record.num_collectives += 1
         self._collected = tensors
         self.wait_for((self.post(start, Peers.ALL_RANKS),), Peers.ALL_RANKS)
 
@@ -392,7 +391,7 @@ class C10dTransport(Transport):
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         # Gloo aborts processes that gather unequal tensors. Gather the header first.
-        headers = unpack_headers(self._all_gather(pack_header(self._calls.name, data)))
+        headers = unpack_headers(self._all_gather(pack_header(self._record.call, data)))
         parts, longest = [part for _, part in headers], max(length for length, _ in headers)
         if longest > INLINE_BYTES:
             padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
@@ -405,21 +404,16 @@ class C10dTransport(Transport):
         return parts
 
 
-# NCCL group → its gloo group of the same ranks, made once, with weak keys.
-_control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-
-
 def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks for CPU tensors, shared by all calls over ``group``, so that ranks
     in different calls detect the difference; a collective call."""
     if _torch_compat.takes_cpu_tensors(group):
         return group
-    if group not in _control_groups:
+    record = record_of(group)
+    if record.control is None:
         ranks, name = dist.get_process_group_ranks(group), key_of(group, "control")
-        _control_groups[group] = _torch_compat.make_group(
-            ranks, "gloo", name, timeout_s=CONTROL_TIMEOUT_S
-        )
-    return _control_groups[group]
+        record.control = _torch_compat.make_group(ranks, "gloo", name, timeout_s=CONTROL_TIMEOUT_S)
+    return record.control
 
 
 def break_pairs(group: dist.ProcessGroup, peers: Iterable[int]) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -47,10 +46,6 @@ class _DataPlane:
     up: dist.ProcessGroup
     down: dist.ProcessGroup
     connected: set[int]
-
-
-# By the pipeline's group, with weak keys: a communicator for each schedule would stay to the end.
-_data_planes: WeakKeyDictionary[dist.ProcessGroup, _DataPlane] = WeakKeyDictionary()
 
 
 class NcclTransport(C10dTransport):
@@ -83,12 +78,12 @@ class NcclTransport(C10dTransport):
         self._peers.update(peers)
 
     def connect(self) -> None:
-        is_first = self._group not in _data_planes
+        is_first = self._record.data_plane is None
         if is_first:
             self.all_gather_bytes(b"")  # all ranks are in this call and will create groups
             groups = self._new_group("up"), self._new_group("down")
-            _data_planes[self._group] = _DataPlane(*groups, set())
-        plane = _data_planes[self._group]
+            self._record.data_plane = _DataPlane(*groups, set())
+        plane: _DataPlane = self._record.data_plane
         self._up, self._down = plane.up, plane.down
         peers = self._peers - plane.connected
         plane.connected.update(peers)

@@ -24,7 +24,7 @@ from penstock.cause import default_group, own_group, store_of
 from penstock.errors import PenstockError, ScheduleError, StageError
 from penstock.runtime.comm.c10d import C10dTransport, control_group
 from penstock.runtime.comm.nccl import NcclTransport
-from penstock.runtime.failure import Peers, calls_over
+from penstock.runtime.failure import Peers, record_of
 from penstock.stage.device_streams import indexed
 
 __all__ = [
@@ -123,7 +123,7 @@ def collective_call(
         yield
         return
     # Each call has its own number, unlike any schedule's, and reads no earlier call's failure.
-    number = -1 - calls_over(group).count
+    number = -1 - record_of(group).num_calls
     transport = C10dTransport(group, torch.device("cpu"), number, math.inf)
     try:
         transport.begin(call)
