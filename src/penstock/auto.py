@@ -129,16 +129,12 @@ def find_program(
         The program to run, the split points of the model, and the predicted time of a step.
 
     Raises:
-        ScheduleError: ranks, stages and microbatches do not fit, the example is missing, a split
-            is given, or the memory limit is infeasible.
-        PartitionError: the model can't be split this way, or can't be profiled.
+        ScheduleError: ranks, stages and microbatches do not fit, a split is given, or the memory
+            limit is infeasible.
+        PartitionError: the example is missing, there are too few blocks, or the model can't be
+            profiled.
     """
     group = spec.group
-    if spec.example is None:
-        raise ScheduleError(
-            "schedule='auto' measures the stages: pass example=, one microbatch as a tuple of "
-            "positional or a dict of keyword arguments"
-        )
     if split is not None and not split.auto:
         raise ScheduleError(
             "schedule='auto' balances the stages itself: leave split= out, or name a schedule"
@@ -158,20 +154,20 @@ def balance_stages(spec: PipelineSpec, program: Program) -> tuple[SplitSpec, For
         PartitionError: the example is missing, there are too few blocks, or the model can't be
             profiled.
     """
-    if spec.example is None:
-        raise PartitionError(
-            "split='auto' measures the model: pass example=, one microbatch as a tuple of "
-            "positional or a dict of keyword arguments"
-        )
     return _choose(spec, format_csv(program), lambda measured: _balance(spec, program, measured))
 
 
 def _choose(spec: PipelineSpec, request: object, choose: Callable[[_Measured], T]) -> T:
     """Measure on all ranks at once, and choose on the first, alike for replicas."""
+    if spec.example is None:
+        raise PartitionError(
+            "'auto' measures the model: pass example=, one microbatch as a tuple of positional or "
+            "a dict of keyword arguments"
+        )
     group, link = spec.group, None
     modules = [spec.model] if isinstance(spec.model, nn.Module) else spec.model
     if any(isinstance(module, PipelineStage) for module in modules):
-        raise ScheduleError(
+        raise PartitionError(
             "'auto' measures a model or a list of layers, not PipelineStages: measure their "
             "modules, and pass penstock.search(...).program as schedule="
         )

@@ -42,12 +42,12 @@ class LeafModule:
         return sum(param.numel() for param in self.module.parameters())
 
 
-def leaf_modules(model: nn.Module, *, repeats: bool = False) -> tuple[LeafModule, ...]:
+def leaf_modules(model: nn.Module) -> tuple[LeafModule, ...]:
     """Find the leaf modules of a model, in definition order.
 
     A trunk is a ``ModuleList``, ``ModuleDict`` or ``nn.Sequential`` most of whose members are of
     one class; an encoder-decoder has two. In a model without one, every direct child is a leaf
-    module. With ``repeats``, a layer with several places in a trunk is listed once per place.
+    module. A layer with several places in a trunk is listed once per place.
 
     Raises:
         PartitionError: the model has no two leaf modules to cut between.
@@ -55,7 +55,7 @@ def leaf_modules(model: nn.Module, *, repeats: bool = False) -> tuple[LeafModule
     if is_sequential(model):
         leaves = _layers(model)
     else:
-        leaves = tuple(_walk(model, "", find_trunks(model), set(), repeats))
+        leaves = tuple(_walk(model, "", find_trunks(model), set()))
     if len(leaves) < 2:
         raise PartitionError(
             f"the {type(model).__name__} has no modules to cut between: no list of layers, and "
@@ -67,7 +67,7 @@ def leaf_modules(model: nn.Module, *, repeats: bool = False) -> tuple[LeafModule
 def find_blocks(model: nn.Module) -> list[str]:
     """The names of the layers of a model's trunks, in definition order, one for each place."""
     try:
-        return [leaf.name for leaf in leaf_modules(model, repeats=True) if leaf.trunk is not None]
+        return [leaf.name for leaf in leaf_modules(model) if leaf.trunk is not None]
     except PartitionError:  # nothing to cut between, so no blocks either
         return []
 
@@ -112,20 +112,17 @@ def gather(leaves: Sequence[LeafModule], order: Sequence[str]) -> list[list[Leaf
 # --- structure ---------------------------------------------------------------------------------
 
 
-def _walk(
-    module: nn.Module, prefix: str, trunks: set[str], met: set[int], repeats: bool
-) -> Iterator[LeafModule]:
-    """The leaf modules below ``module``; a shared module is listed once."""
+def _walk(module: nn.Module, prefix: str, trunks: set[str], met: set[int]) -> Iterator[LeafModule]:
+    """The leaf modules below ``module``; a module in other places than one trunk is listed once."""
     for name, child in children(module):
         full = prefix + name
         if full in trunks:
-            before = set(met)
-            for key, layer in children(child):
-                if id(layer) not in (before if repeats else met):
-                    met.add(id(layer))
-                    yield LeafModule(name=f"{full}.{key}", module=layer, trunk=full)
+            layers = [(key, layer) for key, layer in children(child) if id(layer) not in met]
+            for key, layer in layers:
+                met.add(id(layer))
+                yield LeafModule(name=f"{full}.{key}", module=layer, trunk=full)
         elif has_no_forward(child) or any(trunk.startswith(f"{full}.") for trunk in trunks):
-            yield from _walk(child, f"{full}.", trunks, met, repeats)
+            yield from _walk(child, f"{full}.", trunks, met)
         elif id(child) not in met:
             met.add(id(child))
             yield LeafModule(name=full, module=child, trunk=None)
