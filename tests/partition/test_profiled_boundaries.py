@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -37,13 +38,14 @@ def test_a_plan_lists_the_tensors_that_stages_send(name: str) -> None:
         sent = crossing_tensors(split.stages, example)
         assert split.plan is not None
         assert [len(each) for each in sent] == [len(each) for each in split.plan.boundary_values]
-        assert [list(costs.sends) for costs in plan.costs[:-1]] == [
+        *ends, last = (measured.blocks[end - 1] for end in accumulate(counts))
+        assert [list(block.sends) for block in ends] == [
             [describe(tensor) for tensor in tensors] for tensors in sent
         ]
-        assert [costs.sent_bytes for costs in plan.costs[:-1]] == [
+        assert [block.sent_bytes for block in ends] == [
             sum(tensor.nbytes for tensor in tensors) for tensors in sent
         ]
-        assert plan.costs[-1].sends == ()
+        assert last.sends == ()
 
 
 def test_inputs_that_every_stage_has_cross_and_tables_that_each_computes_do_not() -> None:
