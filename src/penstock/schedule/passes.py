@@ -24,7 +24,6 @@ from penstock.schedule.rules import COMPUTE, INPUT_GRADS, SHARDING, TRANSFERS, W
 from penstock.schedule.wording import is_count
 
 __all__ = [
-    "Lookahead",
     "forward_only",
     "insert_sharding",
     "insert_transfers",

@@ -241,7 +241,7 @@ def test_offloading_without_saved_activations_is_refused() -> None:
         offload(program, ahead=0)
 
 
-@pytest.mark.parametrize("name", passes.__all__)
+@pytest.mark.parametrize("name", sorted({*passes.__all__} - {"keep_microbatches"}))
 def test_invalid_programs_are_refused(name: str) -> None:
     with pytest.raises(ScheduleError, match=rf"{name}\(\) takes a program, not '1f1b'"):
         getattr(passes, name)("1f1b")
