@@ -27,6 +27,7 @@ METHODS = {
     "closed forms": ("_closed_forms", "any", ("closed form",)),
     "periodic patterns": ("_tune_patterns", "any", ("periodic",)),
     "local search": ("_search_locally", "any", ("local",)),
+    "window search": ("_search_windows", "small", ("window",)),
     "exact search": ("_search_exactly", "small", ("exact",)),
     "memory reduction": ("_reduce", "reduced", ("recompute", "offload")),
 }

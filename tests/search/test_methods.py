@@ -16,7 +16,7 @@ from penstock.schedule.action import Action, action
 from penstock.schedule.placement import linear, looped, v_shape
 from penstock.schedule.text import parse_csv
 from penstock.schedule.workload import schedule_by_priority
-from penstock.search.exact import improve
+from penstock.search.exact import improve, improve_windows
 from penstock.search.local_search import ExchangedOrder, anneal
 from penstock.search.patterns import (
     PatternParams,
@@ -229,6 +229,30 @@ def test_a_bound_on_the_span_holds_for_ranks_that_start_late() -> None:
     assert answer.proven and answer.bound == 38
     # Orders run microbatch 0 first, and each rank as early as it can.
     assert answer.order is None or played_value(problem, answer.order) >= 39
+
+
+@settings(deadline=None, max_examples=40)
+@given(problems(), st.integers(0, 100))
+def test_windows_keep_the_limit_and_lead_to_no_worse_order(
+    problem: SearchProblem, seed: int
+) -> None:
+    start = worst(problem)
+    order = improve_windows(
+        problem, start, effort_s=0.1, seed=seed, is_over=lambda value: value > start.value + 1e-9
+    )
+    again = problem.replay(order)
+    assert again is not None and again.value <= start.value + 1e-9
+    assert_right(problem, again)
+
+
+def test_windows_lead_to_the_optimum_and_end_there() -> None:
+    problem = problem_of(looped(3, 2), 6, limit=6)
+    best = improve(problem, worst(problem), effort_s=5, clock_s=60, seed=0)
+    assert best.proven and worst(problem).value > best.bound
+    order = improve_windows(
+        problem, worst(problem), effort_s=5, seed=0, is_over=lambda value: value <= best.bound
+    )
+    assert played_value(problem, order) == best.bound
 
 
 @settings(deadline=None, max_examples=40)

@@ -4,6 +4,7 @@
     periodic patterns  tuned on few microbatches, the best stretched to all
     local search       neighbours on the critical path of several orders, if the step is not large
     exact              CP-SAT, started from the best, if the step is small
+    window search      CP-SAT orders one stretch of time after another, if it is smaller still
     memory reduction   if allowed: ranks that hold too much recompute or offload stages
 
 Each method starts from the programs found before; a worse program never replaces a better one.
@@ -22,7 +23,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.placement import Placement
 from penstock.schedule.registry import build, schedules
 from penstock.schedule.rules import COMPUTE, INPUT_GRADS
-from penstock.search.exact import improve
+from penstock.search.exact import improve, improve_windows
 from penstock.search.local_search import anneal
 from penstock.search.memory_reduction import reduce_memory, refuse_infeasible
 from penstock.search.patterns import PatternParams, PatternSearch, run_pattern
@@ -51,6 +52,8 @@ _RUN_SMALL, _RUN = 6, 2
 _ROUNDS, _GO_ON = (0.3, 0.3, 0.4), 3
 # How many orders of a method enter the first round, and how much worse than the best they may be.
 _OF_A_METHOD, _START_NEAR_BEST = 3, 1.1
+# How many methods' best orders enter window search.
+_WINDOWED = 2
 # The share of the time after which the clock of local search counts, and how far ahead of the share
 # of the work it then is.
 _RATED, _AHEAD = 0.1, 1.2
@@ -177,9 +180,8 @@ def _run_methods(
     # The parts of the work.
     parts = [0.35, 0.65] if size <= _EXCHANGED else [1.0]
     if exact and size <= _EXACT:
-        # Under tight memory local search goes on where exact search ends.
-        parts = [0.1, 0.05, 0.65, 0.2] if size <= _PROVEN else [0.2, 0.5, 0.3]
-    methods = _tune_patterns, _search_locally, _search_exactly, _search_locally
+        parts = [0.1, 0.05, 0.4, 0.35, 0.1] if size <= _PROVEN else [0.2, 0.5, 0.3]
+    methods = _tune_patterns, _search_locally, _search_exactly, _search_windows, _search_locally
     left = 1.0
     for method, share in zip(methods, parts, strict=False):
         if not state.is_over():
@@ -290,7 +292,9 @@ def _share_used(state: SearchState, part: Budget) -> Callable[[float], float]:
     return share_used
 
 
-def _entrants(state: SearchState) -> list[tuple[SearchProblem, Order]]:
+def _entrants(
+    state: SearchState, of_a_method: int = _OF_A_METHOD
+) -> list[tuple[SearchProblem, Order]]:
     """The best feasible orders by method, on placements that may hold a better one.
 
     Orders found by one method are similar. A registered schedule may start out worse, yet lead to a
@@ -303,11 +307,31 @@ def _entrants(state: SearchState) -> list[tuple[SearchProblem, Order]]:
     for found in ranked:
         problem, method = rivals.get(found.program.placement), found.method.partition(":")[0]
         near = found.value <= ranked[0].value * _START_NEAR_BEST
-        if problem is not None and near and entered[method] < _OF_A_METHOD:
+        if problem is not None and near and entered[method] < of_a_method:
             order = problem.order(found.program)
             entered[method] += order not in entrants
             entrants.setdefault(order, problem)
     return [(problem, order) for order, problem in entrants.items()]
+
+
+def _search_windows(state: SearchState, budget: Budget) -> None:
+    """Improve the best orders of the best methods, window by window: a better order that exact
+    search found may be closer to a dead end."""
+    entrants = _entrants(state, of_a_method=1)[:_WINDOWED]
+    for number, (problem, start) in enumerate(entrants):
+        if state.is_over():
+            return
+        before, bound = number / len(entrants), state.bound(problem)
+        part, played = budget.part(1 / len(entrants), of=1 - before), problem.replay(start)
+        assert played is not None, "a feasible order can be played"
+
+        def is_over(value: float, bound: float = bound, part: Budget = part) -> bool:
+            return meets(value, bound) or state.is_late(part)
+
+        order = improve_windows(
+            problem, played, effort_s=part.solver_s, seed=state.seed, is_over=is_over
+        )
+        state.note_order(problem, order, "window search")
 
 
 def _search_exactly(state: SearchState, budget: Budget) -> None:

@@ -16,22 +16,30 @@ CP-SAT runs one interleaved worker with a fixed seed and a limit of deterministi
 are the same on every machine; wall-clock time is a second limit. With two workers, and with probing
 before the search, the optima of small steps take several times longer. Only this module uses
 OR-Tools, and imports it lazily.
+
+Steps that are too large for a proof are improved window by window: the order outside of a stretch
+of time stays, and CP-SAT chooses the order within. Source: Shaw, Using constraint programming and
+local search methods to solve vehicle routing problems, 1998 (large neighbourhood search).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import reduce
 from itertools import pairwise
+from random import Random
 from typing import Any, NamedTuple
 
 from penstock.search.problem import Order, SearchProblem, TimedOrder
 
-__all__ = ["ExactAnswer", "improve"]
+__all__ = ["ExactAnswer", "improve", "improve_windows"]
 
 _FINE = 20_000
+# The first window's share of the step, its factor after a proof and without one, and the effort
+# that a window may take, in deterministic seconds; a window takes some at least, for its model.
+_WINDOW, _WIDER, _NARROWER, _WINDOW_S, _LEAST_S = 0.4, 1.05, 0.9, 0.4, 0.01
 
 
 class ExactAnswer(NamedTuple):
@@ -72,12 +80,8 @@ def improve(
     from ortools.sat.python import cp_model
 
     model = _Model(cp_model.CpModel(), problem, start, at_least)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
+    solver = _solver(cp_model.CpSolver(), effort_s, seed)
     solver.parameters.interleave_search = True
-    solver.parameters.cp_model_probing_level = 0
-    solver.parameters.random_seed = seed
-    solver.parameters.max_deterministic_time = effort_s
     solver.parameters.max_time_in_seconds = clock_s
     status = solver.solve(model.cp)
     proven, used_s = status == cp_model.OPTIMAL, solver.response_proto.deterministic_time
@@ -89,14 +93,77 @@ def improve(
         proven=proven,
         cut_short=not proven and used_s < effort_s and solver.wall_time >= 0.95 * clock_s,
     )
-    if found.order is None:
+    if found.order is None or _no_worse(problem, found.order, start):
         return found
-    # After rounding, actions that take no time look as if they held no memory meanwhile. An order
-    # may take longer if ranks start as early as possible.
-    peaks = problem.peaks(problem.program(found.order, name="exact"))
-    played = problem.replay(found.order)
-    better = max(peaks) <= problem.most and played and played.value <= start.value
-    return found if better else found._replace(order=None)
+    return found._replace(order=None)
+
+
+def improve_windows(
+    problem: SearchProblem,
+    start: TimedOrder,
+    *,
+    effort_s: float,
+    seed: int,
+    is_over: Callable[[float], bool],
+) -> Order:
+    """Improve an order, window by window.
+
+        rank 0  F0 F1 F2 | F3 I0 W0 F4 | I1 ...      a random stretch of time, of all ranks or all
+        rank 1  .. F0 F1 | F2 I0 F3 I1 | W0 ...      but one; the order within is chosen anew
+
+    Windows grow while CP-SAT proves their order best in time, and else shrink.
+
+    Args:
+        problem: the search problem.
+        start: the initial order.
+        effort_s: the total work, in deterministic seconds of CP-SAT.
+        seed: the random seed.
+        is_over: takes the best objective so far; True ends the search.
+
+    Returns:
+        The best order.
+    """
+    from ortools.sat.python import cp_model
+
+    random, share, used_s = Random(seed), _WINDOW, 0.0
+    ranks = range(problem.placement.num_ranks)
+    while used_s < effort_s and not is_over(start.value):
+        length = max(map(max, start.ends))
+        begin = random.uniform(-share / 2, 1 - share / 2) * length
+        fixed = random.choice([*ranks, *(None for _ in ranks)])
+        model = _Model(cp_model.CpModel(), problem, start, 0.0)
+        model.keep_order(start, (begin, begin + share * length), fixed)
+        effort = min(_WINDOW_S, effort_s - used_s)
+        solver = _solver(cp_model.CpSolver(), effort, random.randrange(1 << 30))
+        solver.parameters.linearization_level = 0
+        status = solver.solve(model.cp)
+        used_s += max(_LEAST_S, solver.response_proto.deterministic_time)
+        share = min(1.0, share * (_WIDER if status == cp_model.OPTIMAL else _NARROWER))
+        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            # An order as good may lead to a better one.
+            start = _no_worse(problem, model.order(solver), start) or start
+    return start.order
+
+
+def _solver(solver: Any, effort_s: float, seed: int) -> Any:
+    """A solver with one worker, whose results are the same on every machine."""
+    solver.parameters.num_workers = 1
+    solver.parameters.cp_model_probing_level = 0
+    solver.parameters.random_seed = seed
+    solver.parameters.max_deterministic_time = effort_s
+    return solver
+
+
+def _no_worse(problem: SearchProblem, order: Order, start: TimedOrder) -> TimedOrder | None:
+    """The times of an order of CP-SAT; None if it is worse than the start.
+
+    After rounding, actions that take no time look as if they held no memory meanwhile. An order may
+    take longer if ranks start as early as possible.
+    """
+    if max(problem.peaks(problem.program(order, name="exact"))) > problem.most:
+        return None
+    played = problem.replay(order)
+    return played if played and played.value <= start.value else None
 
 
 class _Model:
@@ -217,6 +284,21 @@ class _Model:
                     late = self.starts[stage][others:]
                     for two, one in zip(late, self.starts[back], strict=False):
                         self.cp.add(two >= one + self.lengths[back])
+
+    def keep_order(self, start: TimedOrder, window: tuple[float, float], fixed: int | None) -> None:
+        """Keep the order of the fixed rank, and that of all ranks outside of a stretch of time."""
+        durations, width = self.problem.durations, self.problem.num_microbatches
+
+        def is_free(rank: int, kind: int, microbatch: int) -> bool:
+            end = start.ends[kind][microbatch]
+            return rank != fixed and end > window[0] and end - durations[kind] < window[1]
+
+        for rank, kinds in enumerate(start.order):
+            acts = [divmod(act, width) for act in self.problem.ids(kinds)]
+            for (one, first), (two, second) in pairwise(acts):
+                if not (is_free(rank, one, first) and is_free(rank, two, second)):
+                    end = self.starts[one][first] + self.lengths[one]
+                    self.cp.add(self.starts[two][second] >= end)
 
     def order(self, solver: Any) -> Order:
         """Sort each rank's kinds by start; zero-length actions that tie keep their order."""
