@@ -69,7 +69,10 @@ class Cause:
 
 def text_of(error: BaseException) -> str:
     """An exception's class and message, even if its ``__str__`` fails."""
-    return "".join(traceback.format_exception_only(error)).strip()
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException as failed:
+        return f"{type(error).__name__}, whose __str__ raised {type(failed).__name__}"
 
 
 def cause_of(

@@ -61,7 +61,7 @@ def test_states_balance_and_models_without_memory() -> None:
     outcomes = [o.result() for o in run_ranks(any_model.others, 2, timeout_s=120)]
     model = REAL_MODELS["llama"].model()
     for outcome in outcomes:  # what fails on the first rank is told on every one
-        assert outcome["refused"].startswith("PartitionError: split='auto' measures the model")
+        assert outcome["refused"].startswith("PartitionError: 'auto' measures the model")
     balanced = [name for outcome in outcomes for name in outcome["balanced"]]
     assert sorted(balanced) == sorted(name for name, _ in model.named_parameters())
     assert sum(outcome["parameters"] for outcome in outcomes) == any_model.whole_size(model)

@@ -519,7 +519,9 @@ MISTAKES = {
     "timeout as text": Mistake(
         timeout_as_text, (SCH, SCH), "timeout_s='5': expected a number of seconds above 0", (1,)
     ),
-    "error without words": Mistake(mute_error, (P, S), r"Mute: <exception str\(\) failed>", (1,)),
+    "error without words": Mistake(
+        mute_error, (P, S), "Mute, whose __str__ raised RuntimeError", (1,)
+    ),
     "uncallable loss": Mistake(uncallable_loss, (SCH, SCH), "loss_fn is 'mse'.*callable", (1,)),
 }
 NO_GROUP = {
