@@ -200,7 +200,8 @@ def test_host_transfers_and_recomputations_become_costs() -> None:
     program = move_to_host(build("gpipe", ranks=2, microbatches=4), stages=[0])
     costs = Costs(forward=2, input_grad=3, weight_grad=1, offload=4, reload=5, recompute=6)
     found = costs_of(simulate(recompute(program, stages=[1]), costs).trace, 2)
-    assert found.offload_times(num_stages=2) == ((4, 0), (5, 0))
+    assert found.of(Op.OFFLOAD, num_stages=2) == (4, 0)
+    assert found.of(Op.RELOAD, num_stages=2) == (5, 0)
     assert found.of(Op.RECOMPUTE, num_stages=2) == (0, 6)
 
 

@@ -105,7 +105,7 @@ def test_zb_1p_and_zb_2p_are_no_worse_than_hand_made_ones(
         other = simulate(build(by_hand, ranks=ranks, microbatches=microbatches), given)
         assert (best.span, best.makespan) <= (other.span, other.makespan)
         # ZB-2p counts what W needs as a part of an activation.
-        held = replace(StageMemory.counting(ranks), weight_grad=(weight_share,) * ranks)
+        held = replace(StageMemory.of(Costs(), ranks), weight_grad=(weight_share,) * ranks)
         assert max(peaks(best.program, held)) <= limit + 1e-9
 
 

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from penstock.schedule.action import Op
 from penstock.schedule.placement import Placement
 from penstock.simulate.costs import Costs
+from penstock.simulate.memory import StageMemory
 
 __all__ = ["LowerBounds", "lower_bounds"]
 
@@ -114,7 +115,7 @@ def _chains(costs: Costs, placement: Placement, microbatches: int, backward: boo
     forward, by_input, full = (
         costs.of(op, num_stages=size) for op in (Op.FORWARD, Op.INPUT_GRAD, Op.FULL_BACKWARD)
     )
-    before, after = costs.held(num_stages=size)
+    memory = StageMemory.of(costs, size)
     lengths: Sequence[float] = [math.inf] * size
     if costs.overlap is not None:
         lengths = costs.per_stage("overlap", num_stages=size)
@@ -133,8 +134,8 @@ def _chains(costs: Costs, placement: Placement, microbatches: int, backward: boo
             backward=min(full[number], pair),
             owed=forward[number] + full[number] - saved,
             owed_to_input=forward[number] + by_input[number] - saved,
-            held=before[number],
-            held_for_weights=min(before[number], after[number]),
+            held=memory.activation[number],
+            held_for_weights=min(memory.activation[number], memory.weight_grad[number]),
             work=forward[number],
         )
         stages.append(stage)

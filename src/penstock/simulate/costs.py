@@ -31,13 +31,15 @@ _SWITCHES = ("transfers_overlap", "one_message_at_a_time")
 # The costs that the stages of a rank share; the second only if activations are sized.
 _SHARED = ("forward", "input_grad", "weight_grad", "overlap", "recompute", "offload", "reload")
 _SHARED_BYTES = ("activation_bytes", "weight_grad_bytes", "recompute_bytes")
-# The costs that make up the compute time of an op; others take none.
+# The costs that make up the time of an op; others take none.
 _TIMES = {
     Op.FORWARD: ("forward",),
     Op.FULL_BACKWARD: ("input_grad", "weight_grad"),
     Op.INPUT_GRAD: ("input_grad",),
     Op.WEIGHT_GRAD: ("weight_grad",),
     Op.RECOMPUTE: ("recompute",),
+    Op.OFFLOAD: ("offload",),
+    Op.RELOAD: ("reload",),
 }
 # Sums and quotients of numbers in this range are finite, and above 0.
 _LEAST, _MOST = 1e-100, 1e100
@@ -115,24 +117,16 @@ class Costs:
                 object.__setattr__(self, name, _normal(name, given))
 
     def of(self, op: Op, *, num_stages: int) -> tuple[float, ...]:
-        """The cost of ``op`` on each stage; 0 for an op that takes no compute time.
+        """The time of ``op`` on each stage; 0 for an op that has no cost.
 
         Raises:
             ScheduleError: a cost was given per stage, but not for ``num_stages`` stages.
         """
         plain = op is Op.RECOMPUTE and self.recompute is None
         names = ("forward",) if plain else _TIMES.get(op, ())
-        costs = [self.per_stage(name, num_stages=num_stages) for name in names]
+        given = [name for name in names if getattr(self, name) is not None]
+        costs = [self.per_stage(name, num_stages=num_stages) for name in given]
         return tuple(map(sum, zip(*costs, strict=True))) if costs else (0.0,) * num_stages
-
-    def offload_times(self, *, num_stages: int) -> tuple[tuple[float, ...], ...]:
-        """The times of an offload and of a reload on each stage."""
-        return tuple(
-            (0.0,) * num_stages
-            if getattr(self, name) is None
-            else self.per_stage(name, num_stages=num_stages)
-            for name in ("offload", "reload")
-        )
 
     def latency_between(self, stage: int, to_stage: int, *, num_stages: int) -> float:
         """The latency of a message from a stage to a neighbour on another rank."""
@@ -153,15 +147,6 @@ class Costs:
             return 0.0
         latency = self.latency_between(stage, to_stage, num_stages=placement.num_stages)
         return latency + self.transfer(stage, to_stage, num_stages=placement.num_stages)
-
-    def held(self, *, num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Each stage's memory per microbatch: up to the end of I, and from there to that of W."""
-        before = (1.0,) * num_stages
-        if self.activation_bytes is not None:
-            before = self.per_stage("activation_bytes", num_stages=num_stages)
-        if self.weight_grad_bytes is None:
-            return before, before
-        return before, self.per_stage("weight_grad_bytes", num_stages=num_stages)
 
     def per_stage(self, name: str, *, num_stages: int) -> tuple[float, ...]:
         """The cost of a field that is not None, as one number per stage.

@@ -25,8 +25,7 @@ from penstock.schedule.program import Program
 from penstock.schedule.rules import BACKWARDS, COMPUTE
 from penstock.simulate.costs import Costs
 
-__all__ = ["Curve", "StageMemory", "exceeds", "held_bytes", "memory_curves", "peak_in_flight"]
-__all__ += ["peaks"]
+__all__ = ["Curve", "StageMemory", "exceeds", "memory_curves", "peak_in_flight", "peaks"]
 
 Curve: TypeAlias = tuple[tuple[float, float], ...]
 """Points (time, amount): the amount held from each time until the next point."""
@@ -40,11 +39,6 @@ _TAKING = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.RELOAD})
 def exceeds(held: float, limit: float | None) -> bool:
     """True if an amount is above a memory limit by more than rounding; None is no limit."""
     return limit is not None and held > limit * (1 + _ROUNDING)
-
-
-def held_bytes(in_flight: float, *, activation: float, resident: float = 0.0) -> float:
-    """The peak memory of a stage: ``in_flight`` activations, and what it holds throughout."""
-    return float(resident + in_flight * activation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,22 +57,21 @@ class StageMemory:
 
     @classmethod
     def of(cls, costs: Costs, num_stages: int) -> StageMemory:
-        """The memory given by costs, in their unit.
+        """The memory given by costs, in their unit; by default each activation counts 1.
 
         Examples:
             >>> memory = StageMemory.of(Costs(activation_bytes=8, weight_grad_bytes=2), 1)
             >>> [memory.change(op, 0) for op in (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)]
             [8.0, -6.0, -2.0]
         """
-        activation, weight_grad = costs.held(num_stages=num_stages)
+        activation = (1.0,) * num_stages
+        if costs.activation_bytes is not None:
+            activation = costs.per_stage("activation_bytes", num_stages=num_stages)
+        weight_grad = activation
+        if costs.weight_grad_bytes is not None:
+            weight_grad = costs.per_stage("weight_grad_bytes", num_stages=num_stages)
         kept = costs.per_stage("recompute_bytes", num_stages=num_stages)
         return cls(activation=activation, weight_grad=weight_grad, recompute=kept)
-
-    @classmethod
-    def counting(cls, num_stages: int) -> StageMemory:
-        """The memory in activations, each of size 1."""
-        one, none = (1.0,) * num_stages, (0.0,) * num_stages
-        return cls(activation=one, weight_grad=one, recompute=none)
 
     def change(self, op: Op, stage: int) -> float:
         """The change of a rank's memory: an increase at an action's start, a decrease at its end.
@@ -147,7 +140,7 @@ def peak_in_flight(program: Program) -> tuple[int, ...]:
         >>> peak_in_flight(build("1f1b", ranks=4, microbatches=8))
         (4, 3, 2, 1)
     """
-    return tuple(map(int, peaks(program, StageMemory.counting(program.num_stages))))
+    return tuple(map(int, peaks(program, StageMemory.of(Costs(), program.num_stages))))
 
 
 def memory_curves(

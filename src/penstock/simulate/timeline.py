@@ -153,12 +153,11 @@ class _Timeline:
     def _add_copies(self) -> None:
         """Add the copies of offloads and reloads; the backward waits for the reload's copy."""
         index, placement = self.index, self.program.placement
-        times = self.costs.offload_times(num_stages=placement.num_stages)
-        for stage, (out_time, back_time) in enumerate(zip(*times, strict=True)):
-            rank = placement.rank_of(stage)
+        for stage, rank in enumerate(placement.stage_ranks):
             offload, reload = (index.row(op, stage) for op in (Op.OFFLOAD, Op.RELOAD))
-            out = self._add([offload], out_time)
-            back = self._add([reload, out], back_time)
+            out = self._add([offload], self.durations[offload])
+            back = self._add([reload, out], self.durations[reload])
+            self.durations[offload] = self.durations[reload] = 0.0
             self.started[offload] = out, (rank, Op.OFFLOAD)
             self.started[reload] = back, (rank, Op.RELOAD)
             if reload in self.rows_used:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from penstock.schedule.action import Op, Overlap
 from penstock.schedule.rules import COMPUTE, TRANSFERS
+from penstock.simulate.costs import Costs
 from penstock.simulate.critical_path import StepCauses
 from penstock.simulate.memory import Curve, StageMemory, memory_curves
 from penstock.simulate.simulation import Simulation
@@ -243,7 +244,8 @@ def _activations(trace: Trace) -> tuple[Curve, ...]:
     ranks: list[list[Span]] = [[] for _ in range(trace.num_ranks)]
     for span in trace.spans:
         ranks[span.rank].append(span)
-    memory = StageMemory.counting(1 + max((s.action.stage for s in trace.spans), default=0))
+    num_stages = 1 + max((s.action.stage for s in trace.spans), default=0)
+    memory = StageMemory.of(Costs(), num_stages)
     steps, starts, ends = (
         [[getattr(span, name) for span in spans] for spans in ranks]
         for name in ("action", "start", "end")

@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from penstock.errors import PartitionError
 from penstock.partition.balance.costs import BlockCosts, Profile
-from penstock.simulate.memory import held_bytes
 
 __all__ = ["Balance", "balance"]
 
@@ -103,10 +102,7 @@ def balance(
         )
     spans = _between(block.time_s for block in blocks)
     held = [
-        _between(
-            held_bytes(n, activation=b.activation_bytes, resident=state_factor * b.parameter_bytes)
-            for b in blocks
-        )
+        _between(float(state_factor * b.parameter_bytes + n * b.activation_bytes) for b in blocks)
         for n in flights
     ]
     loads = [np.where(each <= limit, spans, math.inf) for each in held]
