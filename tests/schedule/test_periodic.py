@@ -11,7 +11,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.check import check
 from penstock.schedule.families.common import program_of
 from penstock.schedule.families.periodic import PeriodicPattern, chain_pattern
-from penstock.schedule.list_schedule import actions_of, list_schedule
+from penstock.schedule.list_schedule import list_schedule
 from penstock.schedule.placement import Placement, linear, looped, v_shape, wave
 from penstock.simulate.memory import peak_in_flight
 from penstock.simulate.simulation import simulate
@@ -65,7 +65,7 @@ def test_every_action_of_a_pattern_starts_after_its_prerequisites(
 
 
 def text_of(order: Sequence[Sequence[int]], rank: int) -> str:
-    return " ".join(map(str, actions_of(linear(2), order, microbatches=3)[rank]))
+    return " ".join(map(str, program_of("", linear(2), 3, order).ranks[rank]))
 
 
 def own_peak(order: list[int], stages: int) -> int:

@@ -13,7 +13,7 @@ is not run. Ties in time go to the lower rank, so an order is the same on every 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -21,32 +21,23 @@ from math import inf
 from typing import Protocol, TypeAlias
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action, Op, action
+from penstock.schedule.action import Op
 from penstock.schedule.placement import Placement
 from penstock.schedule.rules import required
 
-__all__ = [
-    "KIND_OPS",
-    "ListScheduler",
-    "PerStage",
-    "Policy",
-    "actions_of",
-    "kind_needs",
-    "list_schedule",
-]
+__all__ = ["Edges", "KIND_OPS", "ListScheduler", "PerStage", "Policy", "kind_needs"]
+__all__ += ["list_schedule"]
 
 KIND_OPS = (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)
 
-Needs: TypeAlias = Sequence[Sequence[tuple[int, float]]]
-"""For each kind, the kinds required of the same microbatch, and the delays of their results."""
+Edges: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
+"""For each kind, others of the same microbatch, and the delays of results."""
 
 PerStage: TypeAlias = Sequence[float]
 """The duration of a kind, one number per stage."""
 
 
-def kind_needs(
-    placement: Placement, delay: Callable[[int, int], float] | None = None
-) -> tuple[tuple[tuple[int, float], ...], ...]:
+def kind_needs(placement: Placement, delay: Callable[[int, int], float] | None = None) -> Edges:
     """The required kinds of each kind; ``delay`` gives the travel time between two stages."""
     stages = placement.num_stages
     return tuple(
@@ -57,34 +48,6 @@ def kind_needs(
         for op in KIND_OPS
         for stage in range(stages)
     )
-
-
-def actions_of(
-    placement: Placement,
-    orders: Iterable[Sequence[int]],
-    *,
-    microbatches: int,
-    full: bool = False,
-) -> tuple[tuple[Action, ...], ...]:
-    """For each rank, the actions of its kinds; microbatches beyond ``microbatches``, and with
-    ``full`` backwards weight gradients, are left out.
-
-    Examples:
-        >>> from penstock.schedule.placement import linear
-        >>> [str(each) for each in actions_of(linear(1), [[0, 0, 1, 2, 1]], microbatches=2)[0]]
-        ['0F0', '0F1', '0I0', '0W0', '0I1']
-    """
-    ops = (Op.FORWARD, Op.FULL_BACKWARD) if full else KIND_OPS
-    shared = list(range(microbatches))  # An integer each, for all actions.
-    ranks = []
-    for kinds in orders:
-        rows: dict[int, Iterator[Action]] = {}
-        for kind in set(kinds):
-            number, stage = divmod(kind, placement.num_stages)
-            passing = placement.passing(stage, microbatches) if number < len(ops) else ()
-            rows[kind] = iter([action(stage, ops[number], shared[each]) for each in passing])
-        ranks.append(tuple(act for kind in kinds if (act := next(rows[kind], None)) is not None))
-    return tuple(ranks)
 
 
 class Policy(Protocol):
@@ -118,7 +81,7 @@ class ListScheduler:
         self,
         *,
         ranks: Sequence[int],
-        needs: Needs,
+        needs: Edges,
         durations: Sequence[float],
         totals: Sequence[int],
     ) -> None:

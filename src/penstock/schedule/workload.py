@@ -14,12 +14,12 @@ from math import inf
 from typing import Literal, NamedTuple, TypeAlias
 
 from penstock.schedule.action import Op
-from penstock.schedule.list_schedule import KIND_OPS, ListScheduler
+from penstock.schedule.list_schedule import KIND_OPS, Edges, ListScheduler
 from penstock.schedule.placement import Placement
 from penstock.schedule.program import Program
 from penstock.schedule.replay import DependencyReplay
 
-__all__ = ["Edges", "Objective", "Order", "TimedOrder", "Workload", "schedule_by_priority"]
+__all__ = ["Objective", "Order", "TimedOrder", "Workload", "schedule_by_priority"]
 
 _NEAR = 1e-9
 
@@ -27,9 +27,6 @@ Objective: TypeAlias = Literal["makespan", "span"]
 
 Order: TypeAlias = tuple[tuple[int, ...], ...]
 """The kinds of each rank, in execution order."""
-
-Edges: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
-"""For each action or kind, others of the same microbatch, and the delays of results."""
 
 
 class TimedOrder(NamedTuple):

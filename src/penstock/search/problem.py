@@ -20,11 +20,11 @@ from penstock.errors import ScheduleError
 from penstock.schedule.action import Op
 from penstock.schedule.families.common import program_of
 from penstock.schedule.family import refuse_sizes
-from penstock.schedule.list_schedule import KIND_OPS, kind_needs
+from penstock.schedule.list_schedule import KIND_OPS, Edges, kind_needs
 from penstock.schedule.placement import Placement, looped, wave
 from penstock.schedule.program import Program
 from penstock.schedule.wording import number_of
-from penstock.schedule.workload import Edges, Objective, Order, TimedOrder, Workload
+from penstock.schedule.workload import Objective, Order, TimedOrder, Workload
 from penstock.simulate.costs import Costs, as_number
 from penstock.simulate.memory import StageMemory, peaks
 

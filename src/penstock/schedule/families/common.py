@@ -11,7 +11,7 @@ from itertools import count
 from typing import TypeAlias
 
 from penstock.schedule.action import Action, Op, Overlap, Step, action
-from penstock.schedule.list_schedule import actions_of
+from penstock.schedule.list_schedule import KIND_OPS
 from penstock.schedule.placement import Placement, v_shape
 from penstock.schedule.program import Program
 
@@ -44,13 +44,26 @@ def program_of(
     """Build the program of these orders, with ``full`` or split backwards.
 
     Microbatches beyond ``microbatches`` are left out: they depend on each other only through their
-    order, so what remains stays valid, and holds no more activations.
+    order, so what remains stays valid, and holds no more activations. With ``full`` backwards, so
+    are weight gradients.
+
+    Examples:
+        >>> from penstock.schedule.placement import linear
+        >>> " ".join(map(str, program_of("", linear(1), 2, [[0, 0, 1, 2, 1]]).ranks[0]))
+        '0F0 0F1 0I0 0W0 0I1'
     """
+    ops = (Op.FORWARD, Op.FULL_BACKWARD) if full else KIND_OPS
+    shared = list(range(microbatches))  # An integer each, for all actions.
+    ranks = []
+    for kinds in orders:
+        rows: dict[int, Iterator[Action]] = {}
+        for kind in set(kinds):
+            number, stage = divmod(kind, placement.num_stages)
+            passing = placement.passing(stage, microbatches) if number < len(ops) else ()
+            rows[kind] = iter([action(stage, ops[number], shared[each]) for each in passing])
+        ranks.append(tuple(act for kind in kinds if (act := next(rows[kind], None)) is not None))
     return Program(
-        name=name,
-        placement=placement,
-        num_microbatches=microbatches,
-        ranks=actions_of(placement, orders, microbatches=microbatches, full=full),
+        name=name, placement=placement, num_microbatches=microbatches, ranks=tuple(ranks)
     )
 
 

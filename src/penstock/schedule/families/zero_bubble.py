@@ -46,13 +46,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.schedule.families.common import (
-    Phases,
-    alternating,
-    even_groups,
-    phased_v,
-    program_of,
-)
+from penstock.schedule.families.common import Phases, alternating, even_groups, phased_v, program_of
 from penstock.schedule.families.costed import CostedStep
 from penstock.schedule.placement import linear, looped
 from penstock.schedule.program import Program
