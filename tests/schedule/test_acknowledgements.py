@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from penstock.schedule.acknowledgements import acknowledgements
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.check import global_order
 from penstock.schedule.family import Family
+from penstock.schedule.index import acknowledgements
 from penstock.schedule.passes import lower
 from penstock.schedule.program import Program
 from penstock.schedule.registry import build, schedules

@@ -30,9 +30,9 @@ from penstock.runtime.shape_ids import (
 )
 from penstock.runtime.stage_runner import Neighbor, StageRunner
 from penstock.runtime.step import StepState
-from penstock.schedule.acknowledgements import acknowledgements
 from penstock.schedule.action import Overlap
 from penstock.schedule.check import global_order
+from penstock.schedule.index import acknowledgements
 from penstock.schedule.program import CheckedProgram, Program
 from penstock.stage import device_streams
 from penstock.stage.boundary import BoundarySpec, describe

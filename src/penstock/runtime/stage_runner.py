@@ -52,7 +52,7 @@ class StageRunner:
         states: the stage's microbatches' states.
         previous, following: its neighbours; None for the model's first and last stage.
         acknowledged: for each action that waits for a message, how many of this rank's messages
-            to the sender have arrived by then (see ``schedule.acknowledgements``).
+            to the sender have arrived by then (see ``schedule.index``).
 
     Attributes:
         replicas: the data-parallel wrapper of its module, if any.
