@@ -28,6 +28,7 @@ from penstock.schedule.rules import COMPUTE
 from penstock.schedule.wording import number_of, numbers_of
 from penstock.simulate.costs import Costs, costs_divisor, per_stage_costs
 from penstock.simulate.simulation import Simulation
+from penstock.simulate.simulation import simulate as simulate_program
 from penstock.trace import Trace
 from penstock.view.palette import SAME_MODEL, SAME_STAGES, amount, sizes_text
 
@@ -89,7 +90,7 @@ def simulate(
     json: Annotated[bool, option("Print the figures alone, as JSON.", "--json")] = False,
 ) -> None:
     """Simulate a step: its timeline, its bubble, its peak memory."""
-    result = settings.simulate(load_program(schedule, settings))
+    result = simulate_program(load_program(schedule, settings), settings.costs())
     if json:
         typer.echo(out.figures_json(result))
     else:
@@ -171,7 +172,7 @@ def _simulated(
     program = load_program(name, settings, lenient=True, per_rank=per_rank)
     share = costs_divisor(program) if per_rank else 1.0
     costs = per_stage_costs(costs, share)
-    result = settings.simulate(program, costs)
+    result = simulate_program(program, costs)
     # Bytes are already per stage; counted activations are the smaller ones of a stage.
     unit = share if costs.activation_bytes is None else 1
     peaks = [peak / unit for peak in result.peak_bytes]

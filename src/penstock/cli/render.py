@@ -42,7 +42,7 @@ def render(
         simulated = _simulated(step, source)
         write_drawing(step, output, simulated if step.unit == "s" else None)
     else:
-        simulated = settings.simulate(check(step))
+        simulated = simulate(check(step), settings.costs())
         write_drawing(simulated, output)
     typer.echo(f"wrote {output}")
     if simulated is not None:

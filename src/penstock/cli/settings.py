@@ -27,7 +27,6 @@ from penstock.schedule.program import Program
 from penstock.schedule.registry import family, refuse_options
 from penstock.schedule.text import load_csv
 from penstock.simulate.costs import Cost, Costs, build_for
-from penstock.simulate.simulation import Simulation, simulate
 from penstock.trace import Trace
 
 __all__ = [
@@ -127,10 +126,6 @@ class Settings:
                 "or --option"
             )
 
-    def simulate(self, program: Program, costs: Costs | None = None) -> Simulation:
-        """Simulate a program at the given costs, by default the command line's."""
-        return simulate(program, self.costs() if costs is None else costs)
-
 
 def with_options(command: Any, *, omit: Collection[str] = ()) -> Callable[..., None]:
     """Replace each dataclass among a command's arguments by its fields, except ``omit``."""
@@ -167,12 +162,8 @@ def _read_cost(flag: str, text: str) -> Cost:
     return numbers[0] if len(numbers) == 1 else numbers
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 # The flag for each library parameter that an error may name.
-_FLAGS = {each.name: _flag(each.name) for each in fields(Settings)}
+_FLAGS = {each.name: "--" + each.name.replace("_", "-") for each in fields(Settings)}
 _FLAGS |= {name: f"--cost {name}" for name in _OTHER_COSTS}
 _FLAGS |= {"memory_limit": "--memory", "time_limit_s": "--time-limit"}
 

@@ -33,14 +33,7 @@ from penstock.schedule.action import Action, Op, Step, action
 from penstock.schedule.index import IndexedProgram, faults, index_program
 from penstock.schedule.program import CheckedProgram, Program, refuse_no_program
 from penstock.schedule.replay import DependencyReplay, blocking_replay
-from penstock.schedule.rules import (
-    BACKWARDS,
-    COMPUTE,
-    COVERS,
-    SHARDING,
-    TRANSFERS,
-    WEIGHT_GRADS,
-)
+from penstock.schedule.rules import BACKWARDS, COMPUTE, COVERS, SHARDING, TRANSFERS, WEIGHT_GRADS
 from penstock.schedule.wording import Problem, number_of
 
 __all__ = ["Problem", "check", "global_order", "last_steps", "problems"]

@@ -30,10 +30,6 @@ class Arrangement(Enum):
     BIDIRECTIONAL = "bidirectional"
 
 
-def _unchanged(ranks: int, microbatches: int) -> tuple[int, int]:
-    return ranks, microbatches
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A family of schedules.
@@ -67,7 +63,7 @@ class Family:
     costs: tuple[str, ...] = ()
     rule: str = ""
     doc: str = field(default="", repr=False)
-    nearest: Callable[[int, int], tuple[int, int]] = _unchanged
+    nearest: Callable[[int, int], tuple[int, int]] = lambda p, m: (p, m)
 
     @property
     def num_directions(self) -> int:

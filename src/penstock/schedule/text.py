@@ -126,7 +126,10 @@ def parse_csv(
     acts = [act for steps in ranks for step in steps for act in step.parts]
     microbatches = 1 + max((act.microbatch or 0 for act in acts), default=0)
     stages = 1 + max((act.stage for act in acts), default=0)
-    _refuse_far_counts(len(acts), stage=stages, microbatch=microbatches)
+    for thing, number in (("stage", stages), ("microbatch", microbatches)):
+        if number > len(acts) + _MAY_BE_MISSING:
+            has = number_of(len(acts), "action")
+            raise ScheduleError(f"{number_of(number, thing)} in a program of {has}")
     if placement is None:
         placement = _placement_of(ranks)
     elif len(ranks) != num_ranks:
@@ -196,14 +199,6 @@ def _read_rows(rows: Sequence[Sequence[str]]) -> tuple[tuple[Step, ...], ...]:
                 raise _error_at(message, Where(rank=rank, action=cell.strip())) from error
         ranks.append(tuple(steps))
     return tuple(ranks)
-
-
-def _refuse_far_counts(actions: int, **counts: int) -> None:
-    """Refuse more stages or microbatches than the text could have actions for."""
-    for thing, number in counts.items():
-        if number > actions + _MAY_BE_MISSING:
-            has = number_of(actions, "action")
-            raise ScheduleError(f"{number_of(number, thing)} in a program of {has}")
 
 
 def _placement_of(ranks: Sequence[Sequence[Step]]) -> Placement:
