@@ -16,8 +16,7 @@ from torch import nn
 import penstock
 from penstock import Pipeline, split_args_kwargs_into_chunks
 from penstock.schedule.family import Family
-from penstock.testing.compare import PlainResult, plain_step, snapshot
-from tests.compare import Tolerance, assert_same
+from tests.compare import PlainResult, Tolerance, assert_same, plain_step, snapshot
 
 __all__ = ["BIDIRECTIONAL", "TRAINING", "ROUNDING", "Twins", "virtuals"]
 

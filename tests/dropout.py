@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import Pipeline, draw_step_seed, microbatch_rng
-from penstock.testing.compare import snapshot
-from tests.compare import Tolerance, assert_same
+from tests.compare import Tolerance, assert_same, snapshot
 from tests.models import DIM, features
 
 __all__ = ["MICROBATCHES", "compare_dropout", "dropping", "plain_steps"]

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from penstock import Pipeline
 from penstock.schedule.program import Program
 from penstock.stage.stage import takes_state
-from penstock.testing.compare import plain_step, snapshot
-from tests.compare import Tolerance, assert_same
+from tests.compare import Tolerance, assert_same, plain_step, snapshot
 from tests.models import VOCABULARY, token_loss
 
 __all__ = ["SUMS", "Block", "Embed", "Recurrent", "Whole", "causal", "compare_steps", "token_batch"]

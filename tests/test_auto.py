@@ -21,8 +21,8 @@ from penstock.partition.balance.for_program import costs_of
 from penstock.partition.profile import profile
 from penstock.runtime.comm.process_group import Link, measure_link
 from penstock.schedule.action import Action, Op
-from penstock.testing.compare import plain_step
 from tests.agreement import Twins
+from tests.compare import plain_step
 from tests.models import DIM, features, mlp
 from tests.processes import run_ranks
 

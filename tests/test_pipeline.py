@@ -17,9 +17,8 @@ from torch.nn import functional as F
 
 import penstock
 from penstock import PartitionError, Pipeline, PipelineStage, ScheduleError, StageError
-from penstock.testing.compare import plain_step, snapshot
 from tests.agreement import Twins
-from tests.compare import Tolerance, assert_same
+from tests.compare import Tolerance, assert_same, plain_step, snapshot
 from tests.models import CASES, DIM, features, mlp
 
 CPU = torch.device("cpu")

@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline, PipelineStage, split_by_module
 from penstock.stage.dtensor import full_tensor
-from penstock.testing.compare import plain_step, snapshot
 from tests.agreement import ROUNDING
-from tests.compare import assert_same
+from tests.compare import assert_same, plain_step, snapshot
 from tests.real_models import REAL_MODELS, own_loss
 
 __all__ = ["others", "recurrent", "train", "train_twice", "whole_size", "wrapped"]

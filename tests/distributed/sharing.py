@@ -28,11 +28,10 @@ from penstock import (
 from penstock.errors import PenstockError
 from penstock.parallel import shared_params as shared
 from penstock.stage.wrappers import plain_name
-from penstock.testing.compare import plain_step, snapshot
 from penstock.training.checkpoint import load, save
 from penstock.training.clip import clip_grad_norm_
 from tests.agreement import BIDIRECTIONAL, ROUNDING
-from tests.compare import assert_same
+from tests.compare import assert_same, plain_step, snapshot
 from tests.models import CASES, Case, token_loss, tokens
 
 __all__ = [

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 import penstock
 from penstock import PenstockError, Pipeline, SplitPoint, pipeline
 from penstock.runtime.comm.c10d import C10dTransport
-from penstock.testing.compare import plain_step, snapshot
 from tests.agreement import ROUNDING
-from tests.compare import assert_same
+from tests.compare import assert_same, plain_step, snapshot
 from tests.distributed.launches import results_of
 from tests.processes import run_ranks
 

@@ -36,7 +36,7 @@ from penstock.errors import BoundaryError, PenstockError
 from penstock.runtime import microbatch
 from penstock.stage.dtensor import dtensor_meta, encode_placement, find_mesh
 from penstock.stage.weight_grad import DeferredGrads, find_undeferred
-from penstock.testing.compare import plain_step
+from tests.compare import plain_step
 from tests.distributed.launches import results_of
 from tests.processes import run_ranks
 

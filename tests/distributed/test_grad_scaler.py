@@ -11,8 +11,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import functional as F
 
 from penstock import Pipeline
-from penstock.testing.compare import plain_step
 from penstock.training.clip import clip_grad_norm_
+from tests.compare import plain_step
 from tests.processes import run_ranks
 
 SCALE, OVERFLOWING = 2.0**16, 1

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from penstock import PartitionError, Pipeline, PipelineStage
 from penstock.partition.sequential import SequentialStage
 from penstock.stage.dtensor import full_tensor, is_dtensor
-from penstock.testing.compare import plain_step
+from tests.compare import plain_step
 from tests.distributed.replicas import make_meshes
 from tests.processes import run_ranks
 from tests.real_models import hugging_face

@@ -31,7 +31,7 @@ from penstock import (
 from penstock.cause import store_of
 from penstock.parallel.data_parallel import start_averaging
 from penstock.runtime import failure
-from penstock.testing.compare import plain_step
+from tests.compare import plain_step
 from tests.crossings import Give, Take
 from tests.distributed.launches import results_of
 from tests.distributed.replicas import (

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.testing.compare import plain_step
 from tests.agreement import BIDIRECTIONAL
+from tests.compare import plain_step
 from tests.distributed import sharing
 from tests.distributed.launches import results_of
 from tests.distributed.sharing import bitwise_equal, train_shared

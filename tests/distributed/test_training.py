@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from penstock.schedule.registry import family
-from penstock.testing.compare import plain_step
 from tests.agreement import TRAINING
+from tests.compare import plain_step
 from tests.crossings import CROSSINGS
 from tests.distributed import workers
 from tests.distributed.workers import Plan

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock import PipelineStage, ScheduleChimera, ScheduleDualPipe
 from penstock.errors import PenstockError
-from penstock.testing.compare import plain_step
+from tests.compare import plain_step
 from tests.distributed.launches import results_of
 from tests.distributed.replicas import WRAPS, batch, make_layers, make_meshes, whole
 from tests.processes import run_ranks

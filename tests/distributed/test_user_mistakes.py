@@ -31,7 +31,7 @@ from penstock import (
     StageError,
     build,
 )
-from penstock.testing.compare import plain_step
+from tests.compare import plain_step
 from tests.distributed.attempts import SOON_S, Attempt, Run, played
 
 DIM = 4

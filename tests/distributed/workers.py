@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline, PipelineStage, ScheduleGPipe, get_schedule_class
 from penstock.runtime.comm.c10d import C10dTransport
-from penstock.testing.compare import plain_step
 from tests.agreement import ROUNDING, Twins
+from tests.compare import plain_step
 from tests.crossings import SUMMED, crossing_model
 from tests.models import CASES, DIM, features, mlp, token_loss, tokens
 

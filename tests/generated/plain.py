@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import draw_step_seed, microbatch_rng, split_args_kwargs_into_chunks
-from penstock.testing.compare import plain_step
+from tests.compare import plain_step
 from tests.generated.case import Case
 from tests.generated.habits import LR
 from tests.generated.models import Batch, loss_of, make_model

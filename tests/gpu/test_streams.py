@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from penstock import Pipeline, build
 from penstock.schedule.action import Op
 from penstock.schedule.rules import COMPUTE
-from penstock.testing.compare import snapshot
-from tests.compare import assert_same
+from tests.compare import assert_same, snapshot
 from tests.gpu.device import DEVICE, GPU
 from tests.models import gpt, token_loss, tokens
 

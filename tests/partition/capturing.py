@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipe, Pipeline, PipelineStage, SplitPoint, pipeline
-from penstock.testing.compare import plain_step, snapshot
-from tests.compare import Tolerance, assert_same
+from tests.compare import Tolerance, assert_same, plain_step, snapshot
 
 __all__ = ["ROUNDING", "Pair", "cuts_before"]
 

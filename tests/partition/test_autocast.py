@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from penstock import BoundaryError, PartitionError, Pipeline
 from penstock.partition.forward.by_module import split_by_module
-from penstock.testing.compare import plain_step, snapshot
-from tests.compare import Tolerance, assert_same
+from tests.compare import Tolerance, assert_same, plain_step, snapshot
 from tests.partition.odd_models import DIM, NetBase
 from tests.real_models import REAL_MODELS, own_loss
 

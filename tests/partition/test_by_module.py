@@ -22,9 +22,8 @@ from penstock.partition.forward import module_stage
 from penstock.partition.forward.by_module import NotByModule, split_by_module
 from penstock.partition.forward.forward_trace import ForwardTracer
 from penstock.runtime.comm.loopback import LoopbackTransport
-from penstock.testing.compare import plain_step, snapshot
 from tests.agreement import ROUNDING
-from tests.compare import assert_same
+from tests.compare import assert_same, plain_step, snapshot
 from tests.partition.odd_models import (
     DIM,
     ODD_MODELS,

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from penstock import Pipeline
-from penstock.testing.compare import plain_step, snapshot
 from tests.agreement import ROUNDING
-from tests.compare import Tolerance, assert_same
+from tests.compare import Tolerance, assert_same, plain_step, snapshot
 from tests.real_models import REAL_MODELS, own_loss
 
 # (schedule, ranks), with two and four stages; and others, for a model of each kind.

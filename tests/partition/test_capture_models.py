@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from penstock import SplitPoint, pipeline
-from penstock.testing.compare import plain_step, snapshot
-from tests.compare import Tolerance, assert_same
+from tests.compare import Tolerance, assert_same, plain_step, snapshot
 from tests.partition.capturing import Pair, cuts_before
 from tests.real_models import REAL_MODELS, own_loss
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from penstock import PartitionError, pipeline
 from penstock.partition.forward.by_module import NotByModule, split_by_module
-from penstock.testing.compare import snapshot
-from tests.compare import assert_same
+from tests.compare import assert_same, snapshot
 from tests.partition.capturing import cuts_before
 from tests.partition.odd_models import DIM, NetBase
 from tests.partition.test_top_level_forward import X, trains_alike

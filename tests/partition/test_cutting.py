@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from penstock import PartitionError, Pipeline, ScheduleError, StageError
 from penstock.partition.plan import Plan
 from penstock.partition.ties import find_ties
-from penstock.testing.compare import plain_step, snapshot
-from tests.compare import Tolerance, assert_same
+from tests.compare import Tolerance, assert_same, plain_step, snapshot
 from tests.partition.odd_models import DIM, NetBase
 
 X = torch.randn(6, DIM, generator=torch.Generator().manual_seed(0))

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipeline, split_by_module
-from penstock.testing.compare import plain_step, snapshot
 from tests.agreement import ROUNDING
-from tests.compare import assert_same
+from tests.compare import assert_same, plain_step, snapshot
 from tests.partition.odd_models import DIM, Block, own_loss
 
 

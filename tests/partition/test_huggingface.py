@@ -12,8 +12,7 @@ from torch import nn
 
 from penstock import PartitionError, Pipeline
 from penstock.partition.forward.by_module import NotByModule, split_by_module
-from penstock.testing.compare import plain_step, snapshot
-from tests.compare import assert_same
+from tests.compare import assert_same, plain_step, snapshot
 from tests.real_models import REAL_MODELS, own_loss
 
 LLAMA, MIXTRAL = REAL_MODELS["llama"], REAL_MODELS["mixtral"]

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.nn import functional as F
 
 from penstock import PartitionError, Pipeline
-from penstock.testing.compare import plain_step
+from tests.compare import plain_step
 
 
 class Net(nn.Module):

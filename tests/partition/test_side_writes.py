@@ -13,9 +13,8 @@ from torch.nn import functional as F
 
 from penstock import PartitionError, Pipeline, _torch_compat, draw_step_seed, microbatch_rng
 from penstock.partition.forward.by_module import NotByModule, split_by_module
-from penstock.testing.compare import plain_step, snapshot
 from tests.agreement import ROUNDING
-from tests.compare import assert_same
+from tests.compare import assert_same, plain_step, snapshot
 from tests.partition.odd_models import DIM, Block, own_loss
 
 

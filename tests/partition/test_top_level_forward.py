@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import PartitionError, Pipeline, pipeline
 from penstock.partition.forward.by_module import NotByModule, split_by_module
-from penstock.testing.compare import plain_step, snapshot
 from tests.agreement import ROUNDING
-from tests.compare import assert_same
+from tests.compare import assert_same, plain_step, snapshot
 from tests.partition.capturing import cuts_before
 from tests.partition.odd_models import DIM, Layerwise, NetBase
 

@@ -13,9 +13,8 @@ from torch.nn import functional as F
 import penstock
 from penstock import Pipe, Pipeline, PipelineStage, draw_step_seed, microbatch_rng, pipeline
 from penstock.schedule.registry import family
-from penstock.testing.compare import plain_step, snapshot
 from tests.agreement import BIDIRECTIONAL, ROUNDING, TRAINING
-from tests.compare import assert_same
+from tests.compare import assert_same, plain_step, snapshot
 from tests.partition.capturing import cuts_before
 
 DIM, WORDS, RANKS, MICROBATCHES = 4, 7, 2, 4

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import BoundaryError, Pipeline, PipelineStage
-from penstock.testing.compare import plain_step
 from tests.agreement import ROUNDING, Twins
+from tests.compare import plain_step
 from tests.crossings import CROSSINGS, SUMMED, crossing_model
 from tests.models import DIM, features, mlp
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import penstock
 from penstock.schedule.registry import family
-from penstock.testing.compare import plain_step
 from tests.agreement import TRAINING, Twins, virtuals
+from tests.compare import plain_step
 from tests.models import CASES
 
 GRID = [

@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import Pipeline
 from penstock.schedule.registry import family
-from penstock.testing.compare import plain_step
 from tests.agreement import TRAINING, Twins
-from tests.compare import Tolerance
+from tests.compare import Tolerance, plain_step
 from tests.models import CASES, DIM, VOCABULARY, features, mlp, sequences
 
 SCHEDULES = pytest.mark.parametrize("schedule", TRAINING)

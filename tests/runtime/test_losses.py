@@ -22,9 +22,8 @@ from penstock import (
     TensorChunkSpec,
 )
 from penstock.schedule.registry import family
-from penstock.testing.compare import plain_step, snapshot
 from tests.agreement import TRAINING, Twins
-from tests.compare import assert_same
+from tests.compare import assert_same, plain_step, snapshot
 from tests.models import DIM, features, mlp
 
 SCHEDULES = pytest.mark.parametrize("schedule", TRAINING)

@@ -14,8 +14,7 @@ from torch.utils import _pytree
 
 from penstock import Pipeline, PipelineStage, ScheduleGPipe, TensorChunkSpec
 from penstock.runtime.microbatch import split_args_kwargs_into_chunks, split_tree
-from penstock.testing.compare import plain_step, snapshot
-from tests.compare import assert_same
+from tests.compare import assert_same, plain_step, snapshot
 
 DIM = 4
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 from penstock import OVERLAP_F_B, PipelineStage, ScheduleDualPipeV, _PipelineScheduleRuntime
 from penstock.errors import PenstockError, ScheduleError
-from penstock.testing.compare import plain_step
+from tests.compare import plain_step
 from tests.streams import recorded
 
 CPU = torch.device("cpu")

@@ -13,8 +13,7 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock import PipelineStage, ScheduleProgram, build, draw_step_seed, microbatch_rng
-from penstock.testing.compare import plain_step, snapshot
-from tests.compare import assert_same
+from tests.compare import assert_same, plain_step, snapshot
 from tests.models import DIM, features, mlp, token_loss
 from tests.sequences import causal, compare_steps, token_batch
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from penstock import BoundaryError, Pipeline, PipelineStage
 from penstock.schedule.registry import family
-from penstock.testing.compare import plain_step
 from tests.agreement import ROUNDING, TRAINING, Twins
+from tests.compare import plain_step
 from tests.models import CASES, DIM, features, mlp, token_loss, tokens
 
 SCHEDULES = pytest.mark.parametrize("schedule", TRAINING)

@@ -18,7 +18,7 @@ from penstock import Pipeline
 from penstock.errors import StageError
 from penstock.stage.stage import holding_back
 from penstock.stage.weight_grad import CannotDeferError, DeferredGrads, find_undeferred
-from penstock.testing.compare import plain_step
+from tests.compare import plain_step
 from tests.stage.deferral_cases import (
     Block,
     Calls,

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import Pipeline
-from penstock.testing.compare import plain_step, snapshot
 from penstock.training.checkpoint import load, save
-from tests.compare import assert_same
+from tests.compare import assert_same, plain_step, snapshot
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.testing.compare import plain_step, snapshot
-from tests.compare import Tolerance, assert_same
+from tests.compare import Tolerance, assert_same, plain_step, snapshot
 
 
 def snap(**grads: Tensor | None) -> dict[str, Tensor | None]:

@@ -1,1 +1,0 @@
-"""Public helpers for tests of pipelines."""
