@@ -148,12 +148,7 @@ def find_program(
 
 
 def balance_stages(spec: PipelineSpec, program: Program) -> tuple[SplitSpec, Forecast]:
-    """Balance a model's stages for a program, as profiled on this machine.
-
-    Raises:
-        PartitionError: the example is missing, there are too few blocks, or the model can't be
-            profiled.
-    """
+    """Balance a model's stages for a program, as profiled here; raises as ``find_program``."""
     return _choose(spec, format_csv(program), lambda measured: _balance(spec, program, measured))
 
 

@@ -29,24 +29,10 @@ from penstock.errors import (
     shows_full_tracebacks,
 )
 
-__all__ = [
-    "EARLY",
-    "Cause",
-    "Failure",
-    "FailureLog",
-    "as_error",
-    "cause_of",
-    "decode_failure",
-    "default_group",
-    "encode_failure",
-    "failures_over",
-    "key_of",
-    "own_group",
-    "publishing_errors",
-    "store_of",
-    "text_of",
-    "withdraw_early",
-]
+__all__ = ["Cause", "Failure", "FailureLog", "as_error", "cause_of", "failures_over", "text_of"]
+__all__ += ["decode_failure", "encode_failure"]
+__all__ += ["default_group", "key_of", "own_group", "store_of"]
+__all__ += ["EARLY", "publishing_errors", "withdraw_early"]
 
 # Limit on a message and on a traceback: torch's store closes the connection above 8 MiB.
 MAX_CHARACTERS = 1 << 16

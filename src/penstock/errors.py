@@ -10,19 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-__all__ = [
-    "PenstockError",
-    "ScheduleError",
-    "PartitionError",
-    "StageError",
-    "BoundaryError",
-    "PeerError",
-    "InternalError",
-    "Where",
-    "fold_tracebacks",
-    "folds_tracebacks",
-    "shows_full_tracebacks",
-]
+__all__ = ["PenstockError", "ScheduleError", "PartitionError", "StageError", "BoundaryError"]
+__all__ += ["PeerError", "InternalError", "Where"]
+__all__ += ["fold_tracebacks", "folds_tracebacks", "shows_full_tracebacks"]
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -133,11 +133,9 @@ def _find(module: nn.Module, shared: Collection[int]) -> Iterator[Replicas]:
             "each backward; leave them out (for the latter use torch.autocast, or fully_shard's "
             "MixedPrecisionPolicy)"
         )
-    kind: type[_Ddp | _Fsdp] | None = _Fsdp if _torch_compat.is_fsdp(module) else None
-    if is_ddp:
-        kind = _Ddp
-    if kind is not None:
-        found = kind(module)
+    is_fsdp = _torch_compat.is_fsdp(module)
+    if is_ddp or is_fsdp:
+        found: Replicas = _Ddp(module) if is_ddp else _Fsdp(module)
         found.shares_params = any(id(param) in shared for param in module.parameters())
         yield found
         return

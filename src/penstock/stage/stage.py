@@ -44,14 +44,8 @@ from penstock.stage.pytree import flatten, is_plain, unflatten
 from penstock.stage.recompute import Findings, RecomputeContext
 from penstock.stage.wrappers import unwrapped
 
-__all__ = [
-    "MicrobatchState",
-    "SequenceState",
-    "Stage",
-    "detach_state",
-    "holding_back",
-    "takes_state",
-]
+__all__ = ["MicrobatchState", "SequenceState", "Stage", "detach_state", "holding_back"]
+__all__ += ["takes_state"]
 
 
 class MicrobatchState:

@@ -202,14 +202,12 @@ def differentiate(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwarg
 
 
 def backward(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.autograd.backward``: in I, the stage's own, or that of a checkpoint inside."""
+    """``torch.autograd.backward``: in I, the stage's own, or that of a checkpoint inside.
+
+    Its body runs in the mode, so that regions are recomputed as they ran.
+    """
     if not deferred.num_passes:
         refuse("backward() inside the forward")
-    return in_mode(deferred, func, args, kwargs)
-
-
-def in_mode(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run the body of ``func`` in the mode, so that regions are recomputed as they ran."""
     twin = twin_of(func)
     assert twin is not None
     with deferred:
