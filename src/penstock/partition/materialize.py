@@ -20,12 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from penstock._torch_compat import (
-    TorchDispatchMode,
-    registries,
-    reset_parameters,
-    version_of,
-)
+from penstock._torch_compat import TorchDispatchMode, registries, reset_parameters, version_of
 from penstock.errors import PartitionError
 from penstock.partition.forward.placeholder import PlaceholderTensor, on_meta
 from penstock.partition.huggingface import adapters, reset_conv1d, ties_after_init

@@ -28,12 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
-from penstock._torch_compat import (
-    CompiledCall,
-    TorchDispatchMode,
-    is_compiled_in_place,
-    registries,
-)
+from penstock._torch_compat import CompiledCall, TorchDispatchMode, is_compiled_in_place, registries
 from penstock.errors import PartitionError
 from penstock.partition.blocks import LeafModule
 from penstock.partition.plan import abbreviate

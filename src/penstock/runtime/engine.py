@@ -28,12 +28,7 @@ from penstock.parallel.data_parallel import Replicas, replicas_of
 from penstock.parallel.shared_params import SharedParams
 from penstock.partition.ties import SharedBuffers, Tie
 from penstock.runtime.bound_program import BoundProgram
-from penstock.runtime.comm.agreement import (
-    BatchFacts,
-    check_consistent,
-    digest,
-    gather_batch_facts,
-)
+from penstock.runtime.comm.agreement import BatchFacts, check_consistent, digest, gather_batch_facts
 from penstock.runtime.comm.base import Transport
 from penstock.runtime.config import RunConfig
 from penstock.runtime.executor import BoundAction, merge_spans

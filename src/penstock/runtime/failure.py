@@ -271,10 +271,7 @@ class ErrorStore:
         return error if isinstance(error, PeerError) else None
 
     def _broken_wait(
-        self,
-        peer: int | Peers,
-        timed_out_s: float | None,
-        find_lost: Callable[[], Sequence[int]],
+        self, peer: int | Peers, timed_out_s: float | None, find_lost: Callable[[], Sequence[int]]
     ) -> PeerError:
         ranks: Sequence[int] = () if isinstance(peer, Peers) else (peer,)
         name = peer.value if isinstance(peer, Peers) else ""

@@ -16,12 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 
-from penstock._torch_compat import (
-    METADATA_ASSERT,
-    has_backward_hooks,
-    refusing,
-    shape_check,
-)
+from penstock._torch_compat import METADATA_ASSERT, has_backward_hooks, refusing, shape_check
 from penstock.errors import PartitionError
 from penstock.partition.export.call_form import CallForm, OutputForm
 from penstock.partition.forward.module_state import ModuleSnapshot

@@ -25,14 +25,7 @@ from penstock.partition.export.markers import HERE, MARK, SplitPoint, label_of, 
 from penstock.partition.plan import abbreviate
 from penstock.partition.spec import describe
 
-__all__ = [
-    "Cut",
-    "GraphCut",
-    "all_cuts",
-    "assign",
-    "cuts_at_names",
-    "take_marks",
-]
+__all__ = ["Cut", "GraphCut", "all_cuts", "assign", "cuts_at_names", "take_marks"]
 
 # The operations that write in place, each with the values that share the memory.
 Writes: TypeAlias = Sequence[tuple[fx.Node, Sequence[fx.Node]]]

@@ -144,10 +144,7 @@ def computes_loss(model: nn.Module, example: Example) -> bool:
 
 
 def tensors_between(
-    model: nn.Module,
-    blocks: Sequence[Sequence[str]],
-    example: Example,
-    device: torch.device,
+    model: nn.Module, blocks: Sequence[Sequence[str]], example: Example, device: torch.device
 ) -> list[tuple[TensorMeta, ...]] | None:
     """The tensors that cross each boundary between blocks, as stages cut by module send them.
 

@@ -182,11 +182,7 @@ class ForwardTracer:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, frozenset[str]]:
         """The model's output, and the containers' parameters and buffers that it writes."""
-        with (
-            torch.no_grad(),
-            preserve_rng_state(self._device),
-            warnings.catch_warnings(),
-        ):
+        with torch.no_grad(), preserve_rng_state(self._device), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # stages issue these warnings themselves
             snapshot = ModuleSnapshot(self._tree.root)
             snapshot.watch_writes()

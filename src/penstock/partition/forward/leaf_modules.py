@@ -19,13 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock._torch_compat import (
-    children,
-    fused_by,
-    has_no_forward,
-    is_sequential,
-    registries,
-)
+from penstock._torch_compat import children, fused_by, has_no_forward, is_sequential, registries
 from penstock.errors import PartitionError
 from penstock.partition.blocks import find_blocks
 from penstock.partition.plan import abbreviate, prefixes

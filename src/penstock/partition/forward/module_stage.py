@@ -26,12 +26,7 @@ import torch
 from optree import PyTreeSpec
 from torch import Tensor, nn
 
-from penstock._torch_compat import (
-    HookWatch,
-    autocast_state,
-    compile_in_place,
-    in_function_forward,
-)
+from penstock._torch_compat import HookWatch, autocast_state, compile_in_place, in_function_forward
 from penstock.errors import PartitionError
 from penstock.partition.forward.forward_plan import ForwardPlan
 from penstock.partition.forward.forward_trace import LeafCall

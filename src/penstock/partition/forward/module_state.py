@@ -18,13 +18,7 @@ from torch import Tensor, nn
 from penstock._torch_compat import HOOKS, WRAPPERS_STATE, version_of
 from penstock.partition.forward.placeholder import PlaceholderTensor
 
-__all__ = [
-    "ModuleSnapshot",
-    "StateChanges",
-    "TensorVersions",
-    "are_same",
-    "tensors_in",
-]
+__all__ = ["ModuleSnapshot", "StateChanges", "TensorVersions", "are_same", "tensors_in"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))

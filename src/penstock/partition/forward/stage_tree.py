@@ -60,11 +60,7 @@ class StageTree:
     """
 
     def __init__(
-        self,
-        leaves: LeafModules,
-        own: Collection[str],
-        handler: CallHandler,
-        device: torch.device,
+        self, leaves: LeafModules, own: Collection[str], handler: CallHandler, device: torch.device
     ) -> None:
         self._own, self._handler = own, handler
         self._copies: list[nn.Module] = []

@@ -28,20 +28,8 @@ from penstock import _torch_compat
 from penstock.cause import key_of, store_of, withdraw_early
 from penstock.errors import PenstockError
 from penstock.runtime.comm.agreement import INLINE_BYTES, pack_header, unpack_headers
-from penstock.runtime.comm.base import (
-    MIN_REUSED_BYTES,
-    PendingReceive,
-    RecvBuffers,
-    Transport,
-)
-from penstock.runtime.failure import (
-    BackgroundCall,
-    ErrorStore,
-    Peers,
-    Wait,
-    Watchdog,
-    record_of,
-)
+from penstock.runtime.comm.base import MIN_REUSED_BYTES, PendingReceive, RecvBuffers, Transport
+from penstock.runtime.failure import BackgroundCall, ErrorStore, Peers, Wait, Watchdog, record_of
 from penstock.stage.boundary import TensorMeta
 
 __all__ = [
