@@ -16,12 +16,11 @@ import copy
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from inspect import getattr_static
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 
 __all__ = [
-    "CapturedOutputs",
     "adapters",
     "capture_since",
     "install_hooks",
@@ -33,8 +32,6 @@ __all__ = [
 ]
 
 MODULE = "transformers.utils.output_capturing"
-
-CapturedOutputs: TypeAlias = dict[str, list[Any]]
 
 
 def _open_lists() -> dict[str, list[Any]]:
@@ -49,14 +46,14 @@ def mark() -> dict[str, int]:
     return {key: len(values) for key, values in _open_lists().items()}
 
 
-def capture_since(marked: Mapping[str, int]) -> CapturedOutputs:
+def capture_since(marked: Mapping[str, int]) -> dict[str, list[Any]]:
     """The values appended since ``mark``, by key, without empty lists."""
     lists = _open_lists()
     fresh = {key: lists.get(key, [])[start:] for key, start in marked.items()}
     return {key: values for key, values in fresh.items() if values}
 
 
-def replay(captured: CapturedOutputs, marked: Mapping[str, int] | None = None) -> None:
+def replay(captured: Mapping[str, list[Any]], marked: Mapping[str, int] | None = None) -> None:
     """Append values captured on another stage, in place of all values since ``marked``, if any."""
     lists = _open_lists()
     for key, values in captured.items():

@@ -19,15 +19,7 @@ from penstock.errors import PartitionError
 from penstock.partition.plan import split_by_counts
 from penstock.stage.stage import takes_state
 
-__all__ = [
-    "SequentialStage",
-    "StatefulSequentialStage",
-    "cut",
-    "even_split",
-    "is_sequence",
-    "layers_of",
-    "with_states",
-]
+__all__ = ["SequentialStage", "cut", "even_split", "is_sequence", "layers_of", "with_states"]
 
 # torch's own layers that treat every position of a sequence independently.
 _POSITIONWISE = (
@@ -63,7 +55,7 @@ class SequentialStage(nn.Module):
         return value if self.last else (value,)
 
 
-class StatefulSequentialStage(SequentialStage):
+class _StatefulStage(SequentialStage):
     """A stage's layers, some of which pass state from one sequence chunk to the next.
 
     Refuses a layer that takes no state and is not known to treat positions independently.
@@ -101,7 +93,7 @@ def with_states(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
             "sequence chunks need a list of layers or an nn.Sequential of them, each of which "
             "takes the state of the chunk before; or pass PipelineStages"
         )
-    return tuple(map(StatefulSequentialStage, stages))
+    return tuple(map(_StatefulStage, stages))
 
 
 def _is_positionwise(layer: nn.Module) -> bool:

@@ -11,6 +11,7 @@ the values that cross.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,7 @@ from torch import nn
 
 from penstock._torch_compat import has_backward_hooks
 from penstock.errors import PartitionError
-from penstock.partition.forward.forward_plan import (
-    ForwardPlan,
-    assign_stages,
-    plan_forward,
-    try_cut,
-)
+from penstock.partition.forward.forward_plan import ForwardPlan, assign_stages, plan_forward
 from penstock.partition.forward.forward_trace import ForwardTrace, ForwardTracer
 from penstock.partition.forward.leaf_modules import LeafModules, NotByModule, find_leaf_modules
 from penstock.partition.forward.module_stage import ModuleStage
@@ -172,12 +168,11 @@ def _with_boundaries(error: PartitionError, leaves: LeafModules, trace: ForwardT
     """Add to an error the boundaries at which the model can be cut, if a trace has found any."""
     if trace is None:
         return str(error)
-    order = trace.first_calls()
-    valid = [
-        name
-        for name in sorted(order, key=order.__getitem__)
-        if leaves.has_state(name) and try_cut(leaves, SplitSpec(starts=(name,)), trace) is not None
-    ]
+    order, valid = trace.first_calls(), []
+    for name in filter(leaves.has_state, sorted(order, key=order.__getitem__)):
+        with suppress(PartitionError):
+            plan_forward(trace, assign_stages(leaves, SplitSpec(starts=(name,)), trace))
+            valid.append(name)
     where = f"valid boundaries are before {abbreviate(valid, most=12)}"
     return f"{error}; {where if valid else 'there is no valid boundary between these modules'}"
 

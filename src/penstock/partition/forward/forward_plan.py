@@ -27,7 +27,7 @@ from penstock.partition.spec import SplitSpec
 from penstock.partition.ties import named_tensors
 from penstock.stage.boundary import BoundarySpec
 
-__all__ = ["ForwardPlan", "StageAssignment", "assign_stages", "plan_forward", "try_cut"]
+__all__ = ["ForwardPlan", "StageAssignment", "assign_stages", "plan_forward"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,14 +133,6 @@ def plan_forward(
         boundary_values=tuple(map(crossing, range(assignment.num_stages - 1))),
         elsewhere=elsewhere,
     )
-
-
-def try_cut(leaves: LeafModules, spec: SplitSpec, trace: ForwardTrace) -> ForwardPlan | None:
-    """The plan of a model cut at these places; None if it can't be cut."""
-    try:
-        return plan_forward(trace, assign_stages(leaves, spec, trace))
-    except PartitionError:
-        return None
 
 
 class _Placement:

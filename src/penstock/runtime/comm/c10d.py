@@ -32,15 +32,7 @@ from penstock.runtime.comm.base import MIN_REUSED_BYTES, PendingReceive, RecvBuf
 from penstock.runtime.failure import BackgroundCall, ErrorStore, Peers, Wait, Watchdog, record_of
 from penstock.stage.boundary import TensorMeta
 
-__all__ = [
-    "C10dTransport",
-    "InFlightSends",
-    "LargeMessage",
-    "as_wire",
-    "break_pairs",
-    "control_group",
-    "is_closed",
-]
+__all__ = ["C10dTransport", "InFlightSends", "as_wire", "break_pairs", "control_group"]
 
 DATA_TAG, METADATA_TAG, RELAY_TAG, POKE_TAG = range(0x5E7, 0x5EB)
 METADATA_BYTES = 4096
@@ -72,7 +64,7 @@ class InFlightSends:
 
 
 @dataclass(frozen=True, slots=True)
-class LargeMessage:
+class _LargeMessage:
     """The works of a large message, one per tensor, with the interface of one work."""
 
     works: Sequence[Any]
@@ -178,7 +170,7 @@ class C10dTransport(Transport):
         if self._control is None or self._watchdog.has_aborted:
             return []
         others = (peer for peer in range(self.num_ranks) if peer != self.rank)
-        return [peer for peer in others if is_closed(self._control, peer)]
+        return [peer for peer in others if _is_closed(self._control, peer)]
 
     def _is_broken_wait(self, error: BaseException | None) -> bool:
         """True if ``error`` is a wait ended by the watchdog or by a process's death."""
@@ -259,7 +251,7 @@ class C10dTransport(Transport):
     ) -> Sequence[Tensor]:
         """Wait until ``tensors`` are sent to ``peer`` or received from ``peer``; returns them."""
         if sum(tensor.nbytes for tensor in tensors) >= MIN_LARGE_BYTES:
-            works = (LargeMessage(works, partial(is_closed, self._control, peer)),)
+            works = (_LargeMessage(works, partial(_is_closed, self._control, peer)),)
         self.wait_for(works, peer)
         return tensors
 
@@ -413,7 +405,7 @@ def break_pairs(group: dist.ProcessGroup, peers: Iterable[int]) -> None:
                 _poke(group, peer).wait(timedelta(milliseconds=1))
 
 
-def is_closed(group: dist.ProcessGroup, peer: int) -> bool:
+def _is_closed(group: dist.ProcessGroup, peer: int) -> bool:
     """True if gloo's connection to ``peer`` is closed."""
     try:
         _poke(group, peer)
