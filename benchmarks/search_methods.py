@@ -29,7 +29,7 @@ METHODS = {
     "local search": ("_search_locally", "any", ("local",)),
     "window search": ("_search_windows", "small", ("window",)),
     "exact search": ("_search_exactly", "small", ("exact",)),
-    "memory reduction": ("_reduce", "reduced", ("recompute", "offload")),
+    "memory reduction": ("reduce_memory", "reduced", ("recompute", "offload")),
 }
 SECONDS = 0.3
 
