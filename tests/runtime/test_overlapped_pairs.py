@@ -118,25 +118,18 @@ class Bursts(nn.Module):
             raise ValueError("it burst")
 
 
+def backward_first(pair: Any, forward: Part, backward: Part) -> None:
+    backward()
+    forward()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_errors_of_a_stream_thread_are_raised_at_their_action() -> None:
+@pytest.mark.parametrize("function", [in_threads, backward_first])
+def test_errors_of_a_part_are_raised_at_their_action(function: Any) -> None:
+    """Of a part in a thread, and of one before which the other has not run."""
     layers = [*make_layers()[:1], nn.Sequential(Bursts(), nn.Linear(DIM, DIM))]
     schedule = make_schedule(layers)
-    schedule.register_custom_function(OVERLAP_F_B, in_threads)
-    inputs, target = batch(0)
-    with pytest.raises(PenstockError, match="ValueError: it burst") as raised:
-        schedule.step(inputs, target=target)
-    assert raised.value.where.action == "1B1"
-
-
-def test_an_error_of_the_backward_is_raised_though_the_forward_did_not_run() -> None:
-    def backward_first(pair: Any, forward: Part, backward: Part) -> None:
-        backward()
-        forward()
-
-    layers = [*make_layers()[:1], nn.Sequential(Bursts(), nn.Linear(DIM, DIM))]
-    schedule = make_schedule(layers)
-    schedule.register_custom_function(OVERLAP_F_B, backward_first)
+    schedule.register_custom_function(OVERLAP_F_B, function)
     inputs, target = batch(0)
     with pytest.raises(PenstockError, match="ValueError: it burst") as raised:
         schedule.step(inputs, target=target)

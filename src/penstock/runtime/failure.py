@@ -111,7 +111,7 @@ def poll(read: Callable[[], T | None], *, for_s: float, every_s: float = 0.05) -
 
 @dataclass(slots=True)
 class GroupRecord:
-    """What this process's schedules over one group share."""
+    """The state that this process's schedules over one group share."""
 
     num_calls: int = 0  # which every rank makes in the same order
     call: str = ""  # the latest one
@@ -131,7 +131,7 @@ _error_stores: WeakSet[ErrorStore] = WeakSet()
 
 
 def record_of(group: dist.ProcessGroup) -> GroupRecord:
-    """What this process's schedules over ``group`` share."""
+    """The record of a group, made at its first use."""
     return _records.setdefault(group, GroupRecord())
 
 

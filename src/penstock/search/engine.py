@@ -4,7 +4,7 @@
     periodic patterns  tuned on few microbatches, the best stretched to all
     local search       neighbours on the critical path of several orders, if the step is not large
     exact              CP-SAT, started from the best, if the step is small
-    window search      CP-SAT orders one stretch of time after another, if it is smaller still
+    window search      CP-SAT on one stretch of time after another, in the smallest steps
     memory reduction   if allowed: ranks that hold too much recompute or offload stages
 
 Each method starts from the programs found before; a worse program never replaces a better one.
@@ -52,7 +52,7 @@ _RUN_SMALL, _RUN = 6, 2
 _ROUNDS, _GO_ON = (0.3, 0.3, 0.4), 3
 # How many orders of a method enter the first round, and how much worse than the best they may be.
 _OF_A_METHOD, _START_NEAR_BEST = 3, 1.1
-# How many methods' best orders enter window search.
+# The number of methods whose best order enters window search.
 _WINDOWED = 2
 # The share of the time after which the clock of local search counts, and how far ahead of the share
 # of the work it then is.
@@ -315,8 +315,10 @@ def _entrants(
 
 
 def _search_windows(state: SearchState, budget: Budget) -> None:
-    """Improve the best orders of the best methods, window by window: a better order that exact
-    search found may be closer to a dead end."""
+    """Improve the best orders of the two best methods, window by window.
+
+    Windows do not lead out of every local optimum, so the second-best method's order gets its part.
+    """
     entrants = _entrants(state, of_a_method=1)[:_WINDOWED]
     for number, (problem, start) in enumerate(entrants):
         if state.is_over():

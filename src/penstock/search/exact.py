@@ -37,8 +37,8 @@ from penstock.search.problem import Order, SearchProblem, TimedOrder
 __all__ = ["ExactAnswer", "improve", "improve_windows"]
 
 _FINE = 20_000
-# The first window's share of the step, its factor after a proof and without one, and the effort
-# that a window may take, in deterministic seconds; a window takes some at least, for its model.
+# The first window's share of the step; its factor after a proof, and without one; the effort of a
+# window at most, and the effort that it counts for at least, both in deterministic seconds.
 _WINDOW, _WIDER, _NARROWER, _WINDOW_S, _LEAST_S = 0.4, 1.05, 0.9, 0.4, 0.01
 
 
@@ -111,7 +111,7 @@ def improve_windows(
         rank 0  F0 F1 F2 | F3 I0 W0 F4 | I1 ...      a random stretch of time, of all ranks or all
         rank 1  .. F0 F1 | F2 I0 F3 I1 | W0 ...      but one; the order within is chosen anew
 
-    Windows grow while CP-SAT proves their order best in time, and else shrink.
+    A window grows if CP-SAT proved the last one optimal within its effort, else it shrinks.
 
     Args:
         problem: the search problem.
@@ -140,7 +140,7 @@ def improve_windows(
         used_s += max(_LEAST_S, solver.response_proto.deterministic_time)
         share = min(1.0, share * (_WIDER if status == cp_model.OPTIMAL else _NARROWER))
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            # An order as good may lead to a better one.
+            # An equally good order may lead to a better one.
             start = _no_worse(problem, model.order(solver), start) or start
     return start.order
 

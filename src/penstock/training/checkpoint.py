@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_by_name
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_name
 from torch.distributed.checkpoint.storage import WriteResult
 
-from penstock.cause import default_group
+from penstock.cause import default_group, text_of
 from penstock.errors import PartitionError
 from penstock.runtime.comm.process_group import collective_call, gather_objects
 from penstock.stage.dtensor import full_tensor, sharded_like
@@ -491,7 +491,7 @@ def _dcp(path: Folder, kind: type[Exception], failed: str, advice: str) -> Itera
             yield
     except CheckpointException as error:
         failures = sorted(error.failures.items())[:_SHOWN]
-        lines = (f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in failures)
+        lines = (f"rank {rank}: {text_of(e)}" for rank, (e, _) in failures)
         faults = "; ".join(line.partition("\n")[0] for line in lines)
         raise kind(f"checkpoint {path} {failed} ({faults}); {advice}") from error
 
@@ -505,6 +505,4 @@ def _metadata(path: Folder) -> Metadata:
             "that all ranks reach?"
         ) from error
     except Exception as error:  # unpickling a damaged file may raise any exception
-        raise PartitionError(
-            f"{path}: its metadata can't be read, {type(error).__name__}: {error}"
-        ) from error
+        raise PartitionError(f"{path}: its metadata can't be read, {text_of(error)}") from error
