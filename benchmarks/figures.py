@@ -92,9 +92,10 @@ def save_figures(figures: Sequence[Figure], path: Path) -> None:
 
 
 def write_page(figures: Sequence[Figure], page: Path) -> None:
-    """Put the figures into a page's table, between its two marker lines, where their groups stand.
+    """Put the figures into a page, between its two marker lines, where their groups stand in the
+    table of this version of torch.
 
-    Rows of other groups stay as they are.
+    Rows of other groups and tables of other versions stay as they are.
 
     Raises:
         ValueError: the page lacks a marker.
@@ -104,21 +105,33 @@ def write_page(figures: Sequence[Figure], page: Path) -> None:
         raise ValueError(f"{page} lacks the line {_BEGIN!r} or {_END!r}")
     head, rest = text.split(_BEGIN, 1)
     told, tail = rest.split(_END, 1)
+    tables: dict[str, list[str]] = {}  # by version of torch
+    for line in told.strip().splitlines():
+        if line.startswith("torch "):
+            tables[_version_of(line)] = lines = []
+        lines.append(line)
+    version = f"torch {torch.__version__}"
     rows: dict[str, list[str]] = {}
-    for line in told.splitlines():
+    for line in tables.get(_version_of(version), []):
         if line.startswith("| ") and not line.startswith("| what |"):
             rows.setdefault(line.split("|")[1].strip(), []).append(line)
     rows |= {figure.group: [] for figure in figures}
     for figure in figures:
         rows[figure.group].append(_row(figure))
-    lines = [
-        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores.",
+    tables[_version_of(version)] = [
+        f"{version}, Python {platform.python_version()}, {os.cpu_count()} cores.",
         "",
         "| what | case | over | measured | ± | bound |",
         "|---|---|---|---:|---:|---:|",
+        *chain.from_iterable(rows.values()),
     ]
-    table = "\n".join([*lines, *chain.from_iterable(rows.values())])
-    page.write_text(f"{head}{_BEGIN}\n{table}\n{_END}{tail}", encoding="utf-8")
+    shown = "\n\n".join("\n".join(lines).strip() for lines in tables.values())
+    page.write_text(f"{head}{_BEGIN}\n{shown}\n{_END}{tail}", encoding="utf-8")
+
+
+def _version_of(line: str) -> str:
+    """``2.13`` of a line that begins with ``torch 2.13.0+cpu``."""
+    return ".".join(line.split()[1].split(".")[:2])
 
 
 def _row(figure: Figure) -> str:

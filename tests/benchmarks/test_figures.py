@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.figures import Figure, save_figures, write_page
 
@@ -41,7 +42,10 @@ def test_a_page_gets_the_figures_and_keeps_the_rest(tmp_path: Path) -> None:
     assert lines[0] == "# Performance"
 
 
-def test_unmeasured_figures_stay_in_the_page(tmp_path: Path) -> None:
+def test_unmeasured_figures_stay_in_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     page = tmp_path / "performance.md"
     page.write_text(PAGE.read_text(encoding="utf-8"), encoding="utf-8")
     before = rows(page)
@@ -55,10 +59,24 @@ def test_unmeasured_figures_stay_in_the_page(tmp_path: Path) -> None:
     ]
 
 
-def rows(page: Path) -> list[str]:
-    """The rows of its table of figures."""
-    table = page.read_text(encoding="utf-8").split("|---|---|---|---:|---:|---:|\n")[1]
-    return table.split("\n<!--")[0].splitlines()
+def rows(page: Path, version: str = "2.13.0") -> list[str]:
+    """The rows of the table of a version of torch."""
+    minor = ".".join(version.split(".")[:2])
+    table = page.read_text(encoding="utf-8").split(f"\ntorch {minor}.")[1].split("\n\n")[1]
+    return [row for row in table.splitlines() if row.startswith("| ")][1:]
+
+
+def test_each_version_of_torch_has_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "performance.md"
+    page.write_text(PAGE.read_text(encoding="utf-8"), encoding="utf-8")
+    before = rows(page)
+    for figure in (FAST, SLOW):
+        monkeypatch.setattr(torch, "__version__", "9.1.0+cpu")
+        write_page([figure], page)
+    assert rows(page) == before
+    assert rows(page, "9.1.0") == [
+        "| step time | ZBV | torch | **0.930** (does not hold) | 0.010 | ≤ 0.92 |"
+    ]
 
 
 def test_a_page_without_the_markers_is_refused(tmp_path: Path) -> None:
