@@ -1,5 +1,6 @@
 # Everything that is done with this repository. Needs Python 3.11 or newer, and installs the rest
-# into .venv, in the versions of constraints.txt. `make help` lists the targets.
+# into .venv, in the versions of constraints.txt; for `versions` and `clients` into .venv-*.
+# `make help` lists the targets.
 
 PYTHON ?= python3
 RANKS ?= 2

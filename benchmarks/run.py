@@ -1,6 +1,6 @@
 """Measure what docs/performance.md tells: ratios in one run, bounds, verdicts.
 
-    make bench                                            all of it, about twenty minutes
+    make bench                                            all of it, about half an hour
     .venv/bin/python -m benchmarks.run tiny memory        some of it
     .venv/bin/python -m benchmarks.run --quick            few rounds: does it run, not what it says
 

@@ -74,9 +74,9 @@ def _section(each: Family) -> str:
     program, drawn = _drawn(each)
     result = simulate(program)
     figures = re.sub(r"\[/?[a-z ]*\]", "", f"{figures_text(result)}; {peaks_text(result)}")
-    facts = [f"stages lie {each.arrangement.value}", f"{each.virtuals_text} per rank"]
+    facts = [f"{each.arrangement.value} placement", f"stages per rank: {each.virtuals_text}"]
     if each.num_directions > 1:
-        twice = "[weights are there twice](schedules.md#two-copies-of-the-weights)"
+        twice = "[the weights exist twice](schedules.md#two-copies-of-the-weights)"
         facts[-1] += f" and direction, so that {twice}"
     if "splits" in each.options:
         facts.append("a model has to [take sequences in chunks](sequences.md)")

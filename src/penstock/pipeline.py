@@ -61,7 +61,7 @@ class Pipeline(ModelState):
             of its CSV file; or ``"auto"``, the fastest program that ``penstock.search`` finds for
             stages that are profiled with ``example``, and balanced.
         memory_limit: for ``"auto"``, the limit on a rank's activation memory, in bytes.
-        n_microbatches: microbatches per step.
+        n_microbatches: microbatches per step; if None, the program's number, else 8.
         ranks: the number of ranks in this process; under torchrun, its world size.
         virtual: stages per rank; the schedule's own default if None.
         split: per stage the number of its layers, or their names; for a model other than

@@ -21,7 +21,7 @@ from penstock.simulate.simulation import Simulation, simulate
 
 __all__ = ["Budget", "Point", "SearchResult", "SearchState", "meets"]
 
-# Placing an action takes 1 to 2.5 µs on the machine that this was written on.
+# Placing an action takes 1 to 2.5 µs on a server's core.
 _ACTIONS_PER_S = 400_000
 # A deterministic second of CP-SAT takes 0.5 to 1.5 seconds there.
 _SOLVER_S_PER_S = 0.5
