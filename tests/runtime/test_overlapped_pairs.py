@@ -159,6 +159,20 @@ def test_a_part_runs_on_the_steps_stream_in_any_thread(monkeypatch: pytest.Monke
     assert streams and len(set(map(id, streams))) == 1
 
 
+def test_a_part_runs_under_the_steps_autocast_in_any_thread() -> None:
+    layers, dtypes = make_layers(), set()
+    for layer in layers:
+        layer.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    schedule = make_schedule(layers)
+    schedule.register_custom_function(
+        OVERLAP_F_B, lambda pair, forward, backward: in_threads(pair, backward, forward)
+    )
+    inputs, target = batch(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        schedule.step(inputs, target=target)
+    assert dtypes == {torch.bfloat16}
+
+
 def raises(pair: Any, forward: Part, backward: Part) -> None:
     raise ValueError("mine")
 

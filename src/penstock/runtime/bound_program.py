@@ -239,7 +239,7 @@ class BoundProgram:
         found: list[BoundAction] = []
         for step, parts in zip(steps, bound, strict=True):
             if self._pair_function is not None and isinstance(step, Overlap):
-                found += overlap.bind_pair(self._pair_function, step, parts, self._streams)
+                found += overlap.bind_pair(self._pair_function, step, parts, self._device)
             else:
                 found += [each for part in parts for each in part]
         return found

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeAlias
 
+import torch
+
+from penstock._torch_compat import autocast_state
 from penstock.errors import StageError
 from penstock.runtime.executor import BoundAction
 from penstock.schedule.action import Action, Step
-from penstock.stage.device_streams import DeviceStreams, Stream
+from penstock.stage import device_streams
+from penstock.stage.device_streams import Stream
 
 __all__ = ["PairFunction", "bind_pair"]
 
@@ -21,28 +26,33 @@ def bind_pair(
     function: PairFunction,
     pair: Step,
     bound: Sequence[Sequence[BoundAction]],
-    streams: DeviceStreams | None,
+    device: torch.device,
 ) -> list[BoundAction]:
     """Bind a pair to a function that runs its parts, perhaps in threads of its own.
 
     Returns the waits of both parts, the call of the function, and per part a check that it has run,
     which re-raises the part's exception at the part's own place.
     """
+    streams = device_streams.streams_of(device)
     waits = [action for actions in bound for action in actions[:-1]]
     parts = [actions[-1] for actions in bound]
     begun: set[Action] = set()
     ended: dict[Action, BaseException | None] = {}  # with the exception of each part
 
-    def run(part: BoundAction, stream: Stream) -> None:
+    def run(part: BoundAction, stream: Stream, casts: Sequence[tuple[str, torch.dtype]]) -> None:
         if part.action in begun:
             raise StageError(
                 f"the custom function has called {part.action} twice; it calls each part once"
             )
         begun.add(part.action)
         try:
+            # A thread begins on the device's default stream, and without autocast.
             if streams is not None:
-                streams.switch(stream)  # a thread begins on the device's default stream
-            part.run()
+                streams.switch(stream)
+            with ExitStack() as stack:
+                for kind, dtype in casts:
+                    stack.enter_context(torch.autocast(kind, dtype))
+                part.run()
         except BaseException as error:
             ended[part.action] = error
             raise
@@ -50,10 +60,11 @@ def bind_pair(
 
     def call() -> None:
         stream = None if streams is None else streams.current()
+        casts = autocast_state(device)
         begun.clear()
         ended.clear()
         try:
-            function(pair, *(partial(run, part, stream) for part in parts))
+            function(pair, *(partial(run, part, stream, casts) for part in parts))
         except Exception:
             # The exception of a part is the cause, and is raised in its own place.
             if all(error is None for error in ended.values()):

@@ -140,8 +140,9 @@ class PipelineScheduleRuntime(PipelineScheduleMulti):
         """Let a function run the overlapped pairs of a forward and a backward (DualPipeV's).
 
         Called alike on all ranks. The inputs of both parts have arrived before the function is
-        called. On CUDA both parts run on the step's stream, in any thread, since memory that one of
-        them frees may serve the other. A trace shows the pair as its first part.
+        called. In any thread both parts run under the step's autocast, and on CUDA on its stream,
+        since memory that one of them frees may serve the other. A trace shows the pair as its
+        first part.
 
         Args:
             computation_type: ``OVERLAP_F_B``.
