@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,10 @@ from torch.nn import functional as F
 
 from penstock import PipelineStage
 from penstock.runtime import bound_program
+from penstock.runtime import shape_ids as ids
+from penstock.runtime.comm.agreement import BatchFacts
 from penstock.runtime.shape_ids import condition_id, shape_ids
+from penstock.runtime.step import StepState
 from tests.agreement import Twins
 from tests.models import DIM, features, mlp
 
@@ -61,6 +66,30 @@ def test_keyword_arguments_elsewhere_are_conditions() -> None:
     assert number(0, short) == number(1, short)
     assert number(0, short) != number(0, long)
     assert number(0, {}) == number(0)
+
+
+class Completed(nn.Module):
+    """Takes keyword arguments from other ranks."""
+
+    def complete_call(self, args: Any, kwargs: Any, others: Any) -> Any:
+        return {**kwargs, **others}
+
+
+def test_keyword_arguments_elsewhere_are_forgotten_between_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ids, "MAX_SHAPES", 2)
+    first, last = ids.KwargsElsewhere(), ids.KwargsElsewhere()
+    stage = PipelineStage(Completed(), 0, 1, torch.device("cpu"))
+    for length in (3, 4, 3, 5, 6, 5, 3):
+        told = last.describe(1, length, [{"labels": torch.ones(length)}], [stage])
+        facts = [BatchFacts(0), BatchFacts(length, kwargs=told)]
+        step = StepState(1)
+        step.args = [()]
+        for each in (first, last):
+            each.note(facts)
+        first.complete(step, facts, stage)
+        assert step.kwargs[0]["labels"].meta.shape == (length,)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zbv"])

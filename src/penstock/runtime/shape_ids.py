@@ -94,9 +94,10 @@ class KwargsElsewhere:
         return json.dumps([describe((each,)).encode().decode() for each in shown])
 
     def note(self, facts: Sequence[BatchFacts]) -> None:
-        """Keep the descriptions of all ranks."""
+        """Keep the descriptions of all ranks; at the limit, forget those that are not in use."""
         if len(self._known) >= MAX_SHAPES:
-            self._known.clear()
+            used = {(rank, each.conditions) for rank, each in enumerate(facts)}
+            self._known = {key: known for key, known in self._known.items() if key in used}
         for rank, each in enumerate(facts):
             if each.kwargs:
                 self._known[rank, each.conditions] = list(map(_stubs, json.loads(each.kwargs)))
