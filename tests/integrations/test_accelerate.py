@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import penstock
+from penstock.integrations.accelerate import LookAhead
 from tests.integrations.trainer_runs import SIZES
 from tests.processes import run_ranks
 
@@ -60,3 +63,22 @@ def test_prepare_pippy_by_import_swap() -> None:
     first, last = (outcome.result() for outcome in run_ranks(infer, 2, 2))
     assert first is None
     torch.testing.assert_close(last, expected)
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_a_loader_is_looked_ahead_to_its_end(is_prepared: bool) -> None:
+    """Accelerate tells of the last batch, but for a loader that it has not prepared."""
+    state = SimpleNamespace(end_of_dataloader=False)
+    accelerator, batches = SimpleNamespace(gradient_state=state, is_ahead=False), list[int]()
+
+    def loader() -> Any:
+        for number in range(5):
+            state.end_of_dataloader = is_prepared and number == 4
+            yield number
+
+    seen = []
+    for batch in LookAhead(loader(), 2, batches, accelerator):
+        seen.append((batch, batches[:], accelerator.is_ahead))
+    pairs = [[0, 1], [0, 1], [2, 3], [2, 3], [4]]
+    aheads = [True, False, True, False, False]
+    assert seen == list(zip(range(5), pairs, aheads, strict=True))

@@ -80,16 +80,21 @@ class LookAhead:
         self.loader, self.num, self.batches, self.accelerator = loader, num, batches, accelerator
 
     def __iter__(self) -> Iterator[Any]:
-        found = []
+        found: list[Any] = []
         for batch in self.loader:
             found.append(batch)
             is_end = self.accelerator.gradient_state.end_of_dataloader
             if len(found) == self.num or is_end:
-                self.batches[:] = found
-                for number, each in enumerate(found, 1):
-                    self.accelerator.is_ahead = number < len(found)
-                    yield each
+                yield from self._yielded(found)
                 found = []
+        if found:  # a loader that Accelerate has not prepared tells no end
+            yield from self._yielded(found)
+
+    def _yielded(self, found: list[Any]) -> Iterator[Any]:
+        self.batches[:] = found
+        for number, each in enumerate(found, 1):
+            self.accelerator.is_ahead = number < len(found)
+            yield each
 
     def __len__(self) -> int:
         return len(self.loader)
