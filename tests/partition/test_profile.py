@@ -166,6 +166,12 @@ def test_large_modules_between_layers_are_blocks() -> None:
     assert [len(block) for block in found] == [1] * 5
 
 
+def test_modules_that_do_not_run_join_a_block_without_a_trunk_too() -> None:
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("first", "unused", "last")})
+    found = gather(leaf_modules(model), ["first", "last"])
+    assert [[unit.name for unit in block] for block in found] == [["first", "unused"], ["last"]]
+
+
 def test_a_list_of_layers_is_taken_as_it_is() -> None:
     measured = profile([Layer(), nn.Sequential(Layer(), Layer())], torch.zeros(2, DIM), runs=1)
     assert modules(measured) == [("0",), ("1",)]

@@ -75,16 +75,30 @@ def find_blocks(model: nn.Module) -> list[str]:
 def gather(leaves: Sequence[LeafModule], order: Sequence[str]) -> list[list[LeafModule]]:
     """Gather leaf modules into blocks, given the names of those that run, by first call.
 
-    Leaf modules before the trunk form one block, leaf modules after it another. A leaf module
-    between two layers is a block of its own if it is large. Otherwise it joins the layer before it
-    if both belong to one module (an encoder and its last norm), else the layer after it. Leaf
-    modules that don't run join the block of those defined before them.
+    Leaf modules before the trunk form one block, leaf modules after it another; without a trunk
+    each is a block. A leaf module between two layers is a block of its own if it is large.
+    Otherwise it joins the layer before it if both belong to one module (an encoder and its last
+    norm), else the layer after it. Leaf modules that don't run join the block of those defined
+    before them.
     """
     by_name = {leaf.name: leaf for leaf in leaves}
     running = [by_name[name] for name in order]
+    if any(leaf.trunk is not None for leaf in running):
+        blocks = _around_trunks(running)
+    else:
+        blocks = [[leaf] for leaf in running]
+    # A module without parameters, such as a rotary table, may be defined far from its use.
+    block_of = {leaf.name: block for block in blocks for leaf in block if leaf.parameters}
+    block = blocks[0]
+    for leaf in leaves:
+        block = block_of.get(leaf.name, block)
+        if leaf.name not in order:
+            block.append(leaf)
+    return blocks
+
+
+def _around_trunks(running: list[LeafModule]) -> list[list[LeafModule]]:
     places = [i for i, leaf in enumerate(running) if leaf.trunk is not None]
-    if not places:
-        return [[leaf] for leaf in running]
     first, last = places[0], places[-1]
     large = max(SMALLEST_BLOCK * median_high(running[i].parameters for i in places), 1)
     blocks = [running[:first]] if first else []
@@ -99,13 +113,6 @@ def gather(leaves: Sequence[LeafModule], order: Sequence[str]) -> list[list[Leaf
             between.append(leaf)
     if running[last + 1 :]:
         blocks.append(running[last + 1 :])
-    # A module without parameters, such as a rotary table, may be defined far from its use.
-    block_of = {leaf.name: block for block in blocks for leaf in block if leaf.parameters}
-    block = blocks[0]
-    for leaf in leaves:
-        block = block_of.get(leaf.name, block)
-        if leaf.name not in order:
-            block.append(leaf)
     return blocks
 
 
