@@ -111,6 +111,7 @@ def test_values_that_are_no_plan(change: dict[str, Any], told: str) -> None:
     [
         ("plan.toml", "stage = [", "plan.toml: not TOML"),
         ("plan.toml", "a = " + "[" * 100_000, "plan.toml: not TOML"),
+        ("plan.toml", "[[stage]]", r"^[^ ]*plan\.toml: stage 0 of the plan is empty"),
         ("plan.json", "{}", r"^[^ ]*plan\.json: a plan is a \.toml file"),
         ("plan.toml", None, "plan.toml: no such plan"),
     ],

@@ -163,9 +163,10 @@ class Plan:
         import tomllib
 
         try:
-            return cls.from_dict(tomllib.loads(text))
+            data = tomllib.loads(text)
         except (ValueError, RecursionError) as error:
             raise PartitionError(f"not TOML: {error}") from error
+        return cls.from_dict(data)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, in the form of a file."""
