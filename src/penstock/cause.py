@@ -213,7 +213,7 @@ def failures_over(group: dist.ProcessGroup, store: Any = None) -> FailureLog:
     return FailureLog(store_of(group) if store is None else store, key_of(group, "failed"))
 
 
-# The names of the groups in which this process has an early failure.
+# The keys of the groups in which this process has an early failure.
 _early: set[str] = set()
 
 
@@ -229,7 +229,7 @@ def publishing_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
             cause = cause_of(error, group.rank(), dist.get_process_group_ranks(group))
             with contextlib.suppress(RuntimeError, dist.DistError):  # without a store, no reader
                 failures_over(group).append(f"{EARLY}/{group.rank()}", cause)
-                _early.add(group.group_name)
+                _early.add(key_of(group, EARLY))
         raise
     if group is not None:
         withdraw_early(group)
@@ -237,7 +237,7 @@ def publishing_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 def withdraw_early(group: dist.ProcessGroup) -> None:
     """Withdraw this process's early failure, if any."""
-    if group.group_name in _early:
-        _early.remove(group.group_name)
+    if _early and (key := key_of(group, EARLY)) in _early:
+        _early.remove(key)
         with contextlib.suppress(RuntimeError, dist.DistError):
             failures_over(group).withdraw(f"{EARLY}/{group.rank()}")

@@ -16,6 +16,7 @@ from penstock.runtime import failure
 from penstock.training import checkpoint
 from penstock.training.clip import clip_grad_norm_
 from tests.distributed.attempts import DIM, SOON_S, Run, played
+from tests.processes import run_ranks
 
 
 @dataclass(frozen=True)
@@ -149,3 +150,29 @@ def test_an_error_on_all_ranks_leaves_the_pipeline_usable() -> None:
         assert failed.kind in ("KeyError", "PeerError")
         assert "it burst" in failed.message
         assert later.kind is None, later.message
+
+
+def join_again(rank: int, num_ranks: int) -> list[str]:
+    """A step in a group of two ranks, and again in one of the same name and other ranks."""
+    names = list[str]()
+    for ranks in ([0, 1], [1, 2]):
+        if 0 not in ranks:
+            server = dist.TCPStore("127.0.0.1", 0, is_master=True) if rank == 0 else None
+            port = [0 if server is None else server.port]
+            dist.broadcast_object_list(port)
+            store = dist.TCPStore("127.0.0.1", port[0]) if server is None else server
+            dist.barrier()
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            layers = [nn.Linear(DIM, DIM) for _ in ranks]
+            pipe = Pipeline(layers, loss_fn=nn.functional.mse_loss, n_microbatches=2, group=group)
+            pipe.step(torch.ones(4, DIM), target=torch.ones(4, DIM))
+            names.append(group.group_name)
+    return names
+
+
+def test_a_later_group_may_have_the_name_of_another() -> None:
+    _, names, _ = (outcome.result() for outcome in run_ranks(join_again, 3))
+    assert names[0] == names[1]

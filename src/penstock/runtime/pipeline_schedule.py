@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.cause import default_group, publishing_errors
+from penstock.cause import default_group, key_of, publishing_errors
 from penstock.compat.actions import PipelineOrder, order_of, program_of
 from penstock.compat.stage import HAND_DRIVEN, PipelineStage
 from penstock.errors import ScheduleError, StageError, folds_tracebacks
@@ -31,7 +31,8 @@ from penstock.trace import Trace
 __all__ = ["PipelineSchedule", "group_of"]
 
 
-# The schedules made per group: since every rank makes them in the same order, the number is an id.
+# The schedules made per group, by its key: since every rank makes them in the same order, the
+# number is an id.
 _num_made: Counter[str] = Counter()
 
 
@@ -122,7 +123,7 @@ class PipelineSchedule:
         with publishing_errors(group):
             transports: Sequence[Transport] = loopback(program.num_ranks)
             if group is not None and not self._is_single_process:
-                number = _num_made[group.group_name]
+                number = _num_made[key_of(group, "made")]
                 transports = [make_transport(group, stages[0].device, number, config.timeout_s)]
             by_index = {s.stage_index: s for s in stages}
             engine = Engine(program, by_index, transports, config, ties, self._pair_function)
@@ -131,7 +132,7 @@ class PipelineSchedule:
             self._engine.close()
         self._engine, self._order = engine, None
         if group is not None:
-            _num_made[group.group_name] += 1
+            _num_made[key_of(group, "made")] += 1
         for stage in stages:
             # Facts of the stages, for other schedules over them and for messages by hand.
             stage.ties = ties
