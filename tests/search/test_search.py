@@ -84,6 +84,12 @@ def test_proven_optima_are_found_and_never_beaten(
     assert max(found.simulation.peak_in_flight) <= limit
 
 
+def test_a_limit_in_a_large_unit_is_kept() -> None:
+    costs = Costs(activation_bytes=1e-12)
+    found = search(costs, ranks=4, microbatches=8, memory_limit=2e-12, time_limit_s=1, exact=False)
+    assert max(found.simulation.peak_in_flight) == 2
+
+
 # P = 4, two stages per rank, little memory: costs, placement, microbatches, limit, and the best
 # objective of minutes of search.
 TIGHT: list[tuple[Costs, Any, int, int, Any, float]] = [

@@ -72,8 +72,8 @@ class Workload:
 
     @property
     def most(self) -> float:
-        """The limit, with a tolerance for rounding errors in sums of activations."""
-        return self.limit + 1e-9 * max(1.0, self.limit)
+        """The limit, with the tolerance for rounding of ``penstock.simulate.memory.exceeds``."""
+        return self.limit * (1 + _NEAR)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
