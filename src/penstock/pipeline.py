@@ -252,7 +252,8 @@ class Pipeline(ModelState):
         """Move the arguments of a call to the stages' device if this process uses them."""
         splitter, device = self._schedule.splitter, self.device
         given = {name: value for name, value in kwargs.items() if name != "losses"}
-        if device.type == "cpu" or is_placed((args, given)):
+        batch = {name: value for name, value in given.items() if name != "loss_kwargs"}
+        if device.type == "cpu" or is_placed((args, batch)):
             return args, kwargs
         if not splitter.has_last:
             del given["target"]

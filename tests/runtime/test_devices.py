@@ -103,6 +103,10 @@ def test_a_pipeline_moves_its_inputs_to_its_device(monkeypatch: pytest.MonkeyPat
     for args, kwargs in given:
         assert args[0].device == kwargs["target"].device == kwargs["mask"].device == META
         assert kwargs["losses"] is losses
+    # What the loss is given says nothing of the batch.
+    weights = {"weight": torch.ones(2, device=META)}
+    pipe.step(torch.ones(4, 2), target=torch.ones(4, 2), loss_kwargs=weights)
+    assert given[-1][0][0].device == given[-1][1]["target"].device == META
     # Lengths stay where they are needed, beside what has been placed.
     lengths = torch.ones(4, dtype=torch.int64)
     pipe.eval(torch.ones(4, 2, device=META), lengths)
