@@ -350,9 +350,8 @@ class Pipeline(ModelState):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients to None or zero, as ``nn.Module.zero_grad`` does."""
-        for param in self.parameters():
-            grad = None if set_to_none else param.grad
-            param.grad = None if grad is None else torch.zeros_like(grad)
+        for stage in self.stages:
+            stage.submod.zero_grad(set_to_none)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse copying and pickling, since stages are bound to their ranks and processes."""
