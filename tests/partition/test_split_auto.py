@@ -208,6 +208,18 @@ def test_the_stages_of_a_rank_are_weighed_together(
     assert sum(counts[i] for i in mine) < sum(counts) / ranks
 
 
+def test_an_example_is_measured_on_the_device_wherever_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(profiling, "profile", lambda model, example, loss_fn: given.append(example))
+    meta = torch.device("meta")
+    for tensor in (X, X.to(meta)):
+        measure_model([nn.Linear(DIM, DIM, device=meta)], (tensor, X), device=meta)
+    assert given[0][0].device == given[0][1].device == meta
+    assert given[1][1] is X  # such as lengths, as in a step
+
+
 def test_a_layer_in_two_places_is_measured_in_both_on_another_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

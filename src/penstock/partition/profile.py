@@ -224,6 +224,8 @@ def measure_model(
     if not (devices <= {device.type} or "meta" in devices):
         modules = [module.to(device) for module in copy.deepcopy(modules)]
         model = modules[0] if isinstance(model, nn.Module) else modules
+    # As in a step: lengths on the CPU stay there, beside tensors that are on the device.
+    if {each.device.type for each in tensors_of(example)}.isdisjoint({device.type, "meta"}):
         example = map_tensors(lambda tensor: tensor.to(device), example)
     return profile(model, example, loss_fn=loss)
 
