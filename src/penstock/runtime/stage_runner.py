@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain, compress
 from typing import Any
 
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
 from penstock.errors import BoundaryError, ScheduleError
 from penstock.parallel.data_parallel import Replicas
@@ -265,7 +265,7 @@ class StageRunner:
     def _run(self, state: MicrobatchState, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the module, with the random stream and the sequence's state of the microbatch."""
         self._await_replicas()
-        mb, rng = state.microbatch, self.rng if is_grad_enabled() else None
+        mb, rng = state.microbatch, self.rng
         if state.in_sequence:
             before = self._states[mb - 1].sequence if mb % self._num_splits else None
             kwargs = {**kwargs, "state": None if before is None else before.take()}
