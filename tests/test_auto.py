@@ -109,6 +109,12 @@ def test_stages_made_by_hand_are_refused(options: dict[str, Any]) -> None:
         Pipeline(stages, loss_fn=F.mse_loss, example=EXAMPLE, ranks=3, **options)
 
 
+def test_sizes_are_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "_measure", None)
+    with pytest.raises(ScheduleError, match=r"microbatches=0 must be a whole number from 1 on"):
+        Pipeline(layers(), schedule="auto", example=EXAMPLE, ranks=2, n_microbatches=0)
+
+
 class Pair(nn.Linear):
     """A layer that returns two values, or takes them as one."""
 

@@ -40,6 +40,7 @@ from penstock.runtime.comm.process_group import (
 from penstock.runtime.config import PipelineSpec
 from penstock.runtime.schedules import ScheduleProgram
 from penstock.schedule.action import Op
+from penstock.schedule.family import refuse_sizes
 from penstock.schedule.program import Program
 from penstock.schedule.registry import DEFAULT_MICROBATCHES, build, choose_sizes
 from penstock.schedule.text import format_csv
@@ -143,8 +144,10 @@ def find_program(
         "schedule='auto'", default_virtual=1, num_stages=num_stages, virtual=spec.virtual,
         ranks=spec.ranks if group is None else group.size(),
     )  # fmt: skip
-    subject = (ranks, virtual, spec.n_microbatches, spec.memory_limit)
-    return _choose(spec, subject, lambda measured: _search(spec, ranks, virtual, measured))
+    num = DEFAULT_MICROBATCHES if spec.n_microbatches is None else spec.n_microbatches
+    refuse_sizes("schedule='auto'", ranks=ranks, virtual=virtual, microbatches=num)
+    subject = (ranks, virtual, num, spec.memory_limit)
+    return _choose(spec, subject, lambda measured: _search(spec, ranks, virtual, num, measured))
 
 
 def balance_stages(spec: PipelineSpec, program: Program) -> tuple[SplitSpec, Forecast]:
@@ -255,7 +258,7 @@ def _balance(
 
 
 def _search(
-    spec: PipelineSpec, ranks: int, virtual: int, measured: _Measured
+    spec: PipelineSpec, ranks: int, virtual: int, num_microbatches: int, measured: _Measured
 ) -> tuple[Program, SplitSpec, Forecast]:
     counts = balance(measured.profile, ranks * virtual).counts
     plan = measured.profile.plan(counts, made="balanced on this machine")
@@ -264,8 +267,7 @@ def _search(
         logger.info("auto: messages take %.4g s, and %.4g bytes/s", *astuple(measured.link))
     result = search(
         measured.costs_of(groups), ranks=ranks, virtual=virtual,
-        microbatches=spec.n_microbatches or DEFAULT_MICROBATCHES,
-        memory_limit=spec.memory_limit, time_limit_s=SEARCH_S,
+        microbatches=num_microbatches, memory_limit=spec.memory_limit, time_limit_s=SEARCH_S,
         recompute=spec.memory_limit is not None, exact=find_spec("ortools") is not None,
     )  # fmt: skip
     logger.info(
