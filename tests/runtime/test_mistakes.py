@@ -325,6 +325,13 @@ def test_a_step_can_compute_gradients_under_no_grad() -> None:
     assert stage.submod.weight.grad is not None
 
 
+def test_scaling_is_chosen_when_a_schedule_is_made() -> None:
+    schedule = ScheduleInterleaved1F1B(make_stages([0], 1), 4, mse, scale_grads=False)
+    with pytest.raises(AttributeError, match="scale_grads"):
+        schedule.scale_grads = True  # type: ignore[misc]
+    assert not schedule.scale_grads
+
+
 @pytest.mark.parametrize(
     "mistake", ["no grad", "too few targets", "no target", "no inputs", "losses in a tuple"]
 )

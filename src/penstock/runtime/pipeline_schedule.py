@@ -51,7 +51,7 @@ class PipelineSchedule:
         options: these and all others: see ``penstock.runtime.config.RunConfig``.
 
     Attributes:
-        n_microbatches, scale_grads: as in the options.
+        n_microbatches: as in the options.
         has_loss: whether there is a loss function; without one, steps train nothing.
         losses: the last step's losses, shape (microbatches with rows,), on every rank; None
             without a loss.
@@ -92,7 +92,7 @@ class PipelineSchedule:
         self._stages, self._group = stages, group_of(stages)
         self._engine: Engine | None = None
         self._order: PipelineOrder | None = None  # replaces the program at its next use
-        self.n_microbatches, self.scale_grads = n_microbatches, scale_grads
+        self.n_microbatches = n_microbatches
         self.has_loss = loss_fn is not None
         self.losses: Tensor | None = None
         self.metrics: list[Any] = []
@@ -174,6 +174,11 @@ class PipelineSchedule:
                 "pipeline_order, or let PipelineScheduleMulti._load_csv(path) read a program"
             )
         return self._engine
+
+    @property
+    def scale_grads(self) -> bool:
+        """As in the options; to change it, make another schedule over the stages."""
+        return self._config.scale_grads
 
     @property
     def program(self) -> Program:
