@@ -77,11 +77,14 @@ def test_several_traces_share_one_time_axis(tmp_path: Path) -> None:
     assert found.count("50") == 2
 
 
-@pytest.mark.parametrize("ending", ["png", "svg"])
-def test_equal_traces_give_equal_files(tmp_path: Path, ending: str) -> None:
+@pytest.mark.parametrize("ending", ["png", "svg", "SVG", "pdf"])
+def test_equal_traces_give_equal_files_at_any_time(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = (tmp_path / f"{i}.{ending}" for i in range(2))
-    draw(trace_of("zbv"), first)
-    draw(trace_of("zbv"), second)
+    for time, path in enumerate((first, second)):
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", str(time))
+        draw(trace_of("zbv"), path)
     assert first.read_bytes() == second.read_bytes()
 
 

@@ -95,7 +95,8 @@ def draw(
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     # No date, and ids from a fixed salt, so that equal pictures give equal files.
-    metadata = {"Date": None} if target.suffix == ".svg" else None
+    date = {".svg": "Date", ".svgz": "Date", ".pdf": "CreationDate"}.get(target.suffix.lower())
+    metadata = None if date is None else {date: None}
     with matplotlib.rc_context({"svg.hashsalt": "penstock", "svg.fonttype": "none"}):
         figure.savefig(target, dpi=dpi, metadata=metadata)
 
