@@ -93,8 +93,8 @@ class _Storage:
     __slots__ = ("__weakref__", "copied", "device", "host")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.device: torch.UntypedStorage | None = storage
-        self.host: Tensor | None = None
+        self.device: Any = storage  # None while the bytes are on the host
+        self.host: Any = None  # None while they are on the device
         self.copied: Event = None  # the end of the last copy, to the host or back
 
 
@@ -150,7 +150,6 @@ class ActivationOffload:
         tensors = [
             torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage.device)
             for storage in storages
-            if storage.device is not None
         ]
         copied: Event = None
         if self._copy_streams is None:
@@ -164,7 +163,7 @@ class ActivationOffload:
     def reload(self) -> None:
         """Copy the saved tensors back for the backward."""
         storages = list(self._storages.values())
-        hosts = [each.host for each in storages if each.host is not None]
+        hosts = [each.host for each in storages]
         copied: Event = None
         if self._copy_streams is None or not storages:
             tensors = [host.clone() for host in hosts]
