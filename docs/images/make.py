@@ -42,10 +42,10 @@ def timelines() -> None:
     draw([one.trace, two.trace], HERE / "timelines.png", titles=titles)
 
 
-def blocks() -> None:
+def pairs() -> None:
     """Overlapped pairs, and offloads beside the computations."""
     one = simulate(build("dualpipev", ranks=4, microbatches=8))
-    draw(one.trace, HERE / "blocks.png", width=12)
+    draw(one.trace, HERE / "pairs.png", width=12)
     two = simulate(build("po-f", ranks=4, microbatches=4), Costs(offload=0.8, reload=0.8))
     draw(two.trace, HERE / "offload.png", width=12)
 
@@ -182,7 +182,7 @@ def point(page: Page, x: float, y: float) -> None:
 
 if __name__ == "__main__":
     timelines()
-    blocks()
+    pairs()
     names = ("chromium", "google-chrome", "google-chrome-stable")
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(

@@ -161,16 +161,16 @@ def test_a_measured_step_is_drawn_above_the_simulated_one(tab: Tab, tmp_path: Pa
     assert (page.evaluate(AXIS)[1], simulated) == pytest.approx((49.5 * 1.005, 33))
 
 
-def test_blocks_are_framed_and_boxes_bear_letters(tab: Tab, tmp_path: Path) -> None:
+def test_pairs_are_framed_and_boxes_bear_letters(tab: Tab, tmp_path: Path) -> None:
     result = step("dualpipev", ranks=2, microbatches=4)
     save_page(result, tmp_path / "page.html")
     page = tab.open((tmp_path / "page.html").as_uri())
-    assert page.get_by_text("run as one block", exact=True).is_visible()
+    assert page.get_by_text("overlapped pair", exact=True).is_visible()
     frames = f"() => ({MODEL})('timeline frame').data_source.data.left.length"
     assert page.evaluate(frames) == len(result.trace.overlapped_pairs)
     shown = page.evaluate(f"() => ({MODEL})('timeline labels').data.text")
     assert {"F0", "B1", "I2", "W2"} <= set(shown)
-    hover(tab, 7.5, 0.3, "0F3 forward", "one block with 3B1")
+    hover(tab, 7.5, 0.3, "0F3 forward", "paired with 3B1")
     page.evaluate(
         f"() => {{ const r = ({MODEL})('timeline').x_range; r.bounds = null; r.end = 90 }}"
     )

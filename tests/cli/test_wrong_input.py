@@ -86,7 +86,7 @@ FILES = {
     "nan.json": a_trace(dur=float("nan")),
     "negative.json": a_trace(dur=-5),
     "args.json": a_trace(args=5),
-    "no-block.json": a_trace(args={"block": 7}),
+    "no-pair.json": a_trace(args={"pair": 7}),
     "no-events.json": json.dumps({"otherData": HEADER, "traceEvents": []}).encode(),
     "ranks.json": json.dumps(
         {"otherData": {**HEADER, "ranks": 10**12}, "traceEvents": [EVENT]}

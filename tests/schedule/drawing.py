@@ -4,8 +4,8 @@
     rank 1  .. F0 B0 -- F1 B1 --
 
 The letter is the operation, in lower case on a rank's second stage; the digit is the microbatch;
-``--`` continues what began before, ``..`` is idle. Parts of one block are joined as ``F1+B0``,
-drawn over the block's length.
+``--`` continues what began before, ``..`` is idle. Parts of an overlapped pair are joined as
+``F1+B0``, drawn over the length of the pair.
 """
 
 from penstock.schedule.action import Overlap
@@ -40,7 +40,7 @@ def draw(program: Program) -> str:
 
 
 def _joined(line: str, program: Program, rank: int, starts: tuple[float, ...]) -> str:
-    """Put a ``+`` between the parts of each block."""
+    """Put a ``+`` between the parts of each overlapped pair."""
     text, at = list(line), iter(starts)
     for step in program.ranks[rank]:
         places = [int(next(at)) for _ in step.parts]

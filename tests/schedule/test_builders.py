@@ -329,13 +329,13 @@ def test_a_group_that_can_not_keep_ranks_busy_is_refused(
 def test_dualpipev_overlaps_a_forward_with_a_full_backward_in_its_steady_state() -> None:
     program = build("dualpipev", ranks=4, microbatches=20)
     for rank, steps in enumerate(program.ranks):
-        blocks = [step for step in steps if isinstance(step, Overlap)]
+        pairs = [step for step in steps if isinstance(step, Overlap)]
         assert all(
-            [part.op for part in block.parts] == [Op.FORWARD, Op.FULL_BACKWARD] for block in blocks
+            [part.op for part in pair.parts] == [Op.FORWARD, Op.FULL_BACKWARD] for pair in pairs
         )
         # 2 (M - 2P + r + 1) in the steady state, less the lone pair at the turn of the V, and
         # P - 1 - r in the cool-down.
-        assert len(blocks) == 2 * (20 - 8 + rank + 1) - (rank == 3) + 3 - rank
+        assert len(pairs) == 2 * (20 - 8 + rank + 1) - (rank == 3) + 3 - rank
 
 
 def test_microbatches_are_dropped_where_a_v_is_not_full() -> None:

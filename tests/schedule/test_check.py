@@ -212,12 +212,12 @@ def test_an_action_needs_its_microbatch_and_a_whole_stage_takes_none() -> None:
     ]
 
 
-@pytest.mark.parametrize("block", ["", "0F0;0SEND_F0", "0F0;0F1", "0B0;0B1", "0F0;0I1;0W1"])
-def test_a_block_holds_a_forward_and_a_backward(block: str) -> None:
-    steps = (Overlap(parts=tuple(map(parse_action, filter(None, block.split(";"))))),)
+@pytest.mark.parametrize("pair", ["", "0F0;0SEND_F0", "0F0;0F1", "0B0;0B1", "0F0;0I1;0W1"])
+def test_a_pair_holds_a_forward_and_a_backward(pair: str) -> None:
+    steps = (Overlap(parts=tuple(map(parse_action, filter(None, pair.split(";"))))),)
     program = Program(name="x", placement=linear(1), num_microbatches=1, ranks=(steps,))
     assert [str(problem) for problem in problems(program)] == [
-        f"rank 0, step 0 (({block})OVERLAP_F_B): an overlapped pair is one forward and one backward"
+        f"rank 0, step 0 (({pair})OVERLAP_F_B): an overlapped pair is one forward and one backward"
     ]
 
 

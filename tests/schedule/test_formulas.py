@@ -155,26 +155,26 @@ def test_zbv_has_no_bubble_in_its_span(ranks: int, more: int, cost: int) -> None
 def test_dualpipev_with_blocks_in_turn(
     ranks: int, more: int, compute: int, weight_grad: int
 ) -> None:
-    """tF = tB ≥ tW, and a block as long as its parts."""
+    """tF = tB ≥ tW, and a pair as long as its parts."""
     microbatches = 2 * ranks + more
     weight_grad = min(compute, weight_grad)
     result = run("dualpipev", ranks, microbatches, 2, (compute, compute, weight_grad))
-    block, backward = 2 * compute + weight_grad, compute + weight_grad
-    bubble = (ranks - 1) * (block + backward - 3 * weight_grad)
-    assert result.makespan == 2 * microbatches * block + bubble
+    pair, backward = 2 * compute + weight_grad, compute + weight_grad
+    bubble = (ranks - 1) * (pair + backward - 3 * weight_grad)
+    assert result.makespan == 2 * microbatches * pair + bubble
     assert result.peak_in_flight == (min(2 * ranks + 1, 2 * microbatches),) * ranks
 
 
 @settings(deadline=None, max_examples=100)
 @given(half=st.integers(1, 6), more=MORE, compute=st.integers(1, 5), weight_grad=COST)
 def test_dualpipe_with_blocks_in_turn(half: int, more: int, compute: int, weight_grad: int) -> None:
-    """tF = tB ≥ tW, and a block as long as its parts."""
+    """tF = tB ≥ tW, and a pair as long as its parts."""
     ranks, microbatches = 2 * half, 4 * half + 2 * more
     weight_grad = min(compute, weight_grad)
     result = run("dualpipe", ranks, microbatches, 1, (compute, compute, weight_grad))
-    block, backward = 2 * compute + weight_grad, compute + weight_grad
-    bubble = (half - 1) * (block + backward - 3 * weight_grad)
-    assert result.makespan == microbatches * block + bubble
+    pair, backward = 2 * compute + weight_grad, compute + weight_grad
+    bubble = (half - 1) * (pair + backward - 3 * weight_grad)
+    assert result.makespan == microbatches * pair + bubble
     assert result.peak_in_flight == (ranks + 1,) * ranks
 
 
@@ -190,16 +190,16 @@ def test_dualpipe_with_blocks_in_turn(half: int, more: int, compute: int, weight
 def test_blocks_that_overlap_leave_no_more_waiting(
     name: str, half: int, more: int, compute: int, weight_grad: int, overlap: int
 ) -> None:
-    """Of blocks that take less than their parts in turn the formula is a bound alone."""
+    """Of pairs that take less than their parts in turn the formula is a bound alone."""
     ranks, weight_grad = 2 * half, min(compute, weight_grad)
     backward = compute + weight_grad
-    block = max(backward, overlap)
-    costs = Costs(forward=compute, input_grad=compute, weight_grad=weight_grad, overlap=block)
+    pair = max(backward, overlap)
+    costs = Costs(forward=compute, input_grad=compute, weight_grad=weight_grad, overlap=pair)
     result = simulate(build(name, ranks=ranks, microbatches=2 * (ranks + more)), costs)
     waiting = result.makespan - max(result.busy_per_rank)
-    formula = ((half if name == "dualpipe" else ranks) - 1) * (block + backward - 3 * weight_grad)
+    formula = ((half if name == "dualpipe" else ranks) - 1) * (pair + backward - 3 * weight_grad)
     assert waiting <= formula
-    if block >= compute + backward:
+    if pair >= compute + backward:
         assert waiting == formula
 
 

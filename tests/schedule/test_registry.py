@@ -70,7 +70,7 @@ def test_stages_per_rank_that_do_not_work_are_refused(name: str, wrong: int, wor
 
 @pytest.mark.parametrize("name", [None, 4, build])
 def test_only_a_name_names_a_schedule(name: object) -> None:
-    with pytest.raises(ScheduleError, match="by its name, not by"):
+    with pytest.raises(ScheduleError, match="must be a string, not"):
         build(name, ranks=2, microbatches=4)  # type: ignore[arg-type]
 
 

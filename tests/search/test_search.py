@@ -158,7 +158,7 @@ def test_blocks_that_overlap_beat_no_bound(ranks: int, microbatches: int, best: 
     costs = Costs(overlap=1)
     found = search(costs, ranks=ranks, microbatches=microbatches, time_limit_s=0.5)
     assert_sound(found, costs)
-    # A program with blocks that search doesn't look for.
+    # A program with overlapped pairs that search doesn't look for.
     assert found.bound <= best <= found.value
 
 

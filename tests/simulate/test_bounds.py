@@ -28,7 +28,7 @@ COST = st.integers(0, 12).map(lambda quarters: quarters / 4)
 
 @st.composite
 def costs_for(draw: st.DrawFn, placement: Placement) -> Costs:
-    """Costs per stage, of messages, of blocks and of copies, each of them or none."""
+    """Costs per stage, of messages, of overlapped pairs and of copies, each of them or none."""
     num_stages = placement.num_stages
     per_stage = st.lists(COST, min_size=num_stages, max_size=num_stages)
     return Costs(

@@ -30,8 +30,8 @@ def test_an_activation_is_held_until_its_weight_gradient() -> None:
 
 
 def test_a_block_holds_what_it_makes_and_what_it_frees() -> None:
-    block = Overlap(parts=tuple(acts("F1 B0")))
-    assert peak_in_flight(one_rank(*acts("F0"), block, *acts("B1"))) == (2,)
+    pair = Overlap(parts=tuple(acts("F1 B0")))
+    assert peak_in_flight(one_rank(*acts("F0"), pair, *acts("B1"))) == (2,)
     turned = Overlap(parts=tuple(acts("B0 F1")))
     assert peak_in_flight(one_rank(*acts("F0"), turned, *acts("B1"))) == (2,)
 

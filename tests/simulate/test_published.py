@@ -87,7 +87,7 @@ def test_zero_bubble_bubbles_and_peaks(ranks: int, costs: tuple[int, int, int]) 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_dualpipe_bubbles_and_peaks(ranks: int) -> None:
-    """1F1B, ZB1P and DualPipe, B the full backward, F&B a block as long as its parts.
+    """1F1B, ZB1P and DualPipe, B the full backward, F&B a pair as long as its parts.
 
     Source: arXiv:2412.19437 (DeepSeek-V3), table 2.
     """

@@ -53,7 +53,7 @@ def test_times_are_those_of_a_simulation_that_is_right_by_inspection(
     for rank, steps in enumerate(program.ranks):
         ends = iter(result.ends[rank])
         for step in steps:
-            # Results of a block are there at its end, which is that of its last part.
+            # Results of a pair are there at its end, which is that of its last part.
             *_, end = [next(ends) for _ in step.parts]
             assert all(end == pytest.approx(expected[part]) for part in step.parts)
 
@@ -146,7 +146,7 @@ def block_program(*last: Step) -> Program:
 def test_a_block_lasts_as_long_as_its_parts_unless_told() -> None:
     assert simulate(block_program()).ends == ((1, 2, 4, 6),)
     told = simulate(block_program(), Costs(overlap=1.5))
-    # The block runs from 1 to 2.5, of which the forward has a third as it has of the parts.
+    # The pair runs from 1 to 2.5, of which the forward has a third as it has of the parts.
     assert told.ends == ((1, 1.5, 2.5, 4.5),)
     assert told.busy == told.makespan == 4.5
     free = simulate(block_program(), Costs(forward=0, input_grad=0, weight_grad=0, overlap=2))

@@ -110,9 +110,9 @@ def test_a_block_waits_for_its_last_arrival_not_for_the_last_message_made() -> N
     program = parse_csv("0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n2F0,2B0,2F1,2B1\n")
     # 2B0 is done at 19 and there at 24; 0F1 is done, and there, at 20.
     result = simulate(program, Costs(forward=[10, 1, 1], latency=[0, 5, 0]))
-    (block,) = (span for span in result.trace.spans if span.action == action(1, Op.FORWARD, 1))
-    assert block.start == 24
-    assert str(cause_of(result, block)) == "2B0"
+    (forward,) = (span for span in result.trace.spans if span.action == action(1, Op.FORWARD, 1))
+    assert forward.start == 24
+    assert str(cause_of(result, forward)) == "2B0"
 
 
 def test_causes_of_waits() -> None:

@@ -97,26 +97,26 @@ def test_a_trace_without_spans_draws_nothing() -> None:
     assert (drawing.boxes["left"], drawing.path["xs"], drawing.peaks) == ([], [], (0.0, 0.0))
 
 
-def test_blocks_have_frames_from_their_first_start_to_their_last_end() -> None:
+def test_pairs_have_frames_from_their_first_start_to_their_last_end() -> None:
     drawing = arrange(step("dualpipev"))
     at = drawing.boxes["action"].index("0F7")
-    other = drawing.boxes["action"].index(drawing.boxes["block"][at].split()[-1])
+    other = drawing.boxes["action"].index(drawing.boxes["pair"][at].split()[-1])
     frame = (drawing.boxes["left"][at], drawing.boxes["right"][other], 0)
     frames = zip(
         *(drawing.overlapped_pairs[name] for name in ("left", "right", "top")), strict=True
     )
     assert frame in [(left, right, int(top)) for left, right, top in frames]
-    assert drawing.boxes["block"][0] == ""
+    assert drawing.boxes["pair"][0] == ""
 
 
-def test_parts_of_a_block_that_ran_at_one_time_share_the_lane() -> None:
+def test_parts_of_a_pair_that_ran_at_one_time_share_the_lane() -> None:
     forward, backward = action(0, Op.FORWARD, 1), action(0, Op.FULL_BACKWARD, 0)
     spans = (
         Span(rank=0, action=forward, start=0, end=3),
         Span(rank=0, action=backward, start=1, end=4),
     )
-    block = Overlap(parts=(forward, backward))
-    trace = Trace(name="x", num_ranks=1, unit="s", spans=spans, overlapped_pairs=(block,))
+    pair = Overlap(parts=(forward, backward))
+    trace = Trace(name="x", num_ranks=1, unit="s", spans=spans, overlapped_pairs=(pair,))
     for memory, foot in ((True, 0.62), (False, 0.92)):
         drawn = arrange(trace, memory=memory).boxes
         assert drawn["foot"][0] == drawn["top"][1]

@@ -73,7 +73,7 @@ def test_saved_as_it_is_written(tmp_path: Path) -> None:
 
 def test_overlapped_pairs_are_written_and_read_back() -> None:
     trace = simulate(build("dualpipev", ranks=2, microbatches=4)).trace
-    told = {e["name"]: e["args"].get("block") for e in events_of(trace, "X")}
+    told = {e["name"]: e["args"].get("pair") for e in events_of(trace, "X")}
     assert told["0F3"] == told["3B1"] == "(0F3;3B1)OVERLAP_F_B"
     assert told["0F0"] is None
     assert from_perfetto(to_perfetto(trace)).pair_of() == trace.pair_of() != {}

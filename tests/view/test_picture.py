@@ -118,12 +118,12 @@ def test_without_matplotlib_the_error_names_the_package(
         draw(trace_of("gpipe"), tmp_path / "t.png")
 
 
-def test_blocks_are_framed_and_copies_drawn_beside_the_compute(tmp_path: Path) -> None:
+def test_pairs_are_framed_and_copies_drawn_beside_the_compute(tmp_path: Path) -> None:
     trace = trace_of("dualpipev")
     draw(trace, tmp_path / "t.svg")
     svg = (tmp_path / "t.svg").read_text()
     assert svg.count(f"stroke: {FRAME}") == len(trace.overlapped_pairs) + 1
-    assert "run as one block" in words(svg)
+    assert "overlapped pair" in words(svg)
     offloading = simulate(build("po-f", ranks=2, microbatches=4), Costs(offload=0.5, reload=0.25))
     draw(offloading.trace, tmp_path / "t.svg")
     svg = (tmp_path / "t.svg").read_text()
@@ -131,4 +131,4 @@ def test_blocks_are_framed_and_copies_drawn_beside_the_compute(tmp_path: Path) -
     for op in (Op.OFFLOAD, Op.RELOAD):
         assert sum(boxes(svg, shade(LOOKS[op].colour, step, 2)) for step in range(2)) == copies > 0
     assert {"offload to the host", "reload from the host"} <= set(words(svg))
-    assert "run as one block" not in words(svg)
+    assert "overlapped pair" not in words(svg)

@@ -82,19 +82,19 @@ class Family:
                 return " or ".join(map(str, several))
 
 
-def refuse_sizes(asker: str, **sizes: object) -> None:
-    """Refuse, in the name of ``asker``, numbers of ranks, stages or microbatches that are not
+def refuse_sizes(caller: str, **sizes: object) -> None:
+    """Refuse, in the name of ``caller``, numbers of ranks, stages or microbatches that are not
     positive integers, or whose product, the forwards, is too large."""
     numbers: list[int] = []
     for what, number in sizes.items():
         if not is_count(number):
             raise ScheduleError(
-                f"{asker}: {what}={number!r} must be a whole number from 1 on", parameter=what
+                f"{caller}: {what}={number!r} must be a whole number from 1 on", parameter=what
             )
         numbers.append(number)
     if prod(numbers) > _MOST_FORWARDS:
         forwards = f"{' · '.join(sizes)} forwards, more than a machine holds"
-        raise ScheduleError(f"{asker}: {forwards}; at most {_MOST_FORWARDS} can be planned")
+        raise ScheduleError(f"{caller}: {forwards}; at most {_MOST_FORWARDS} can be planned")
 
 
 def refuse_option(

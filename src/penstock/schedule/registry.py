@@ -69,7 +69,7 @@ def family(name: str) -> Family:
         'interleaved-zb'
     """
     if not isinstance(name, str):
-        raise ScheduleError(f"a schedule is asked for by its name, not by {name!r}")
+        raise ScheduleError(f"the schedule's name must be a string, not {name!r}")
     key = _normal(name)
     if key not in _by_name():
         _discover()
@@ -351,7 +351,7 @@ def _verified(family: Family) -> Callable[..., Program]:
         if got != requested:
             raise ScheduleError(
                 f"{name} made a program of {got} ranks, microbatches, stages and copies of the "
-                f"model, asked for {requested}; virtual= and arrangement= of @penstock.schedule "
+                f"model, expected {requested}; virtual= and arrangement= of @penstock.schedule "
                 "say what it makes"
             )
         return check(replace(made, name=name))

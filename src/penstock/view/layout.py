@@ -52,7 +52,7 @@ _PALE = 0.3
 _FRAME_COLUMNS = ("left", "right", "top", "foot")
 _BOX_COLUMNS = (
     *_FRAME_COLUMNS, "lasts", "fill", "ink", "label", "rank", "action", "kind", "stage",
-    "microbatch", "waited", "block", "alpha",
+    "microbatch", "waited", "pair", "alpha",
 )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def legend(traces: Sequence[Trace]) -> list[LegendEntry]:
         ends = shade(LOOKS[Op.FORWARD].colour, 0, 2), shade(LOOKS[Op.FORWARD].colour, 1, 2)
         entries.append(LegendEntry("a rank's first, last stage", ends))
     if any(trace.overlapped_pairs for trace in traces):
-        entries.append(LegendEntry("run as one block", ("#ffffff",), edge=FRAME))
+        entries.append(LegendEntry("overlapped pair", ("#ffffff",), edge=FRAME))
     return entries
 
 
@@ -214,7 +214,7 @@ def _boxes(
     # Per rank, the end of its last computation.
     free: dict[int, float] = {}
     for span in spans:
-        act, rank, waited, block = span.action, span.rank, "nothing", ""
+        act, rank, waited, paired = span.action, span.rank, "nothing", ""
         left, right, name = axes.x(span.start), axes.x(span.end), str(act)
         height = heights[rank, act.op]
         computes, fill, text_colour, letter, kind = looks[rank, act.op, act.stage]
@@ -232,10 +232,10 @@ def _boxes(
             if any(other.start < middle < other.end for other in pair if other is not span):
                 height = axes.y(rank, act.op, pair.index(span), len(pair))
             others = ", ".join(str(other.action) for other in pair if other.action != act)
-            block = f"one block with {others}" if others else ""
+            paired = f"paired with {others}" if others else ""
         yield (
             left, right, *height, right - left, fill, text_colour, label, rank, name, kind,
-            act.stage, number, waited, block, 1.0 if id(span) in on_path else _PALE,
+            act.stage, number, waited, paired, 1.0 if id(span) in on_path else _PALE,
         )  # fmt: skip
 
 

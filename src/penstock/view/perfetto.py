@@ -99,7 +99,7 @@ def _read(document: _Event) -> Trace:
             raise ValueError(f"{event['name']} has ts {event['ts']!r} and dur {event['dur']!r}")
         act = parse_action(event["name"])
         spans.append(Span(rank=rank, action=act, start=start, end=start + length))
-        pair = parse_step(event["args"]["block"]) if "block" in event["args"] else None
+        pair = parse_step(event["args"]["pair"]) if "pair" in event["args"] else None
         if isinstance(pair, Overlap):
             pairs[pair] = None
     return Trace(
@@ -135,7 +135,7 @@ def _complete_events(trace: Trace) -> Iterator[_Event]:
         if act.microbatch is not None:
             args["microbatch"] = act.microbatch
         if act in pair_of:
-            args["block"] = str(pair_of[act])
+            args["pair"] = str(pair_of[act])
         yield {
             "ph": "X", "name": str(act), "cat": LOOKS[act.op].name, "pid": span.rank,
             "tid": lane, "ts": span.start * scale, "dur": length * scale, "args": args,

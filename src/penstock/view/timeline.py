@@ -42,7 +42,7 @@ _TOOLTIP = """
   <div>waited for <b>@waited</b></div>
 """
 # Shown for steps with overlapped pairs alone; others don't send this column.
-_BLOCK_LINE = "<div>@block</div>"
+_PAIR_LINE = "<div>@pair</div>"
 
 # Label boxes with their microbatch if it fits, and with the letter of the op if most have room.
 # This depends on the zoom, so the browser decides. White edges would wash out boxes of a few
@@ -141,7 +141,7 @@ class Timeline:
     def _add_glyphs(self, name: str) -> None:
         plot, path = self.plot, {"line_color": _PATH, "visible": False}
         quad: dict[str, Any] = {"left": "left", "right": "right", "top": "top", "bottom": "foot"}
-        self.boxes, self.block_frames, self.path_boxes, self.memory_outline, self.labels = (
+        self.boxes, self.pair_frames, self.path_boxes, self.memory_outline, self.labels = (
             bk.ColumnDataSource({name: [] for name in names})
             for names in (("left",), ("left",), ("left",), ("x", "y"), ("x", "y", "text", "ink"))
         )
@@ -155,7 +155,7 @@ class Timeline:
             hover_line_color="#1c2733", **quad,
         )  # fmt: skip
         self.frame = plot.quad(
-            source=self.block_frames, fill_color=None, line_color=FRAME, line_width=1.6,
+            source=self.pair_frames, fill_color=None, line_color=FRAME, line_width=1.6,
             name=f"{name} frame", **quad,
         )  # fmt: skip
         self.path = plot.quad(
@@ -210,13 +210,13 @@ class Timeline:
             axis.ticker.ticks = list(found)[:: 1 if lane >= _LABELLED_LANE else 2]
             axis.major_label_text_font_size = "11px" if lane >= 16 else "9px"
         self.set_end(drawing.end)
-        self.block_frames.data = _packed(drawing.overlapped_pairs)
+        self.pair_frames.data = _packed(drawing.overlapped_pairs)
         self.path_boxes.data = drawing.path
         self.memory_outline.data = _packed(drawing.memory)
-        boxes, blocks = dict(drawing.boxes), any(drawing.boxes["block"])
-        if not blocks:
-            del boxes["block"]
-        self._tip.tooltips = f"{_TOOLTIP}{_BLOCK_LINE if blocks else ''}</div>"
+        boxes, has_pairs = dict(drawing.boxes), any(drawing.boxes["pair"])
+        if not has_pairs:
+            del boxes["pair"]
+        self._tip.tooltips = f"{_TOOLTIP}{_PAIR_LINE if has_pairs else ''}</div>"
         # Set last, since this triggers the update of labels.
         self.boxes.data = _packed(boxes)
 
