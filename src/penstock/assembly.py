@@ -19,7 +19,7 @@ from penstock.errors import PartitionError, ScheduleError
 from penstock.partition.cutting import ModelCut, cut_model
 from penstock.partition.materialize import materialize
 from penstock.partition.sequential import is_sequence, with_states
-from penstock.partition.spec import SplitSpec, describe, own_loss
+from penstock.partition.spec import SplitSpec, own_loss, value_text
 from penstock.partition.ties import SharedBuffers, Tie, find_ties
 from penstock.runtime.config import LossFn, PipelineSpec
 from penstock.schedule.program import Program
@@ -141,7 +141,7 @@ def _layout(modules: Sequence[nn.Module]) -> dict[str, str]:
     found: dict[str, str] = {}
     for stage, module in enumerate(modules):
         for name, value in module.state_dict(keep_vars=True).items():
-            plain, where = plain_name(module, name), f"{describe(value)} in stage {stage}"
+            plain, where = plain_name(module, name), f"{value_text(value)} in stage {stage}"
             found[plain] = f"{found[plain]} and {where}" if plain in found else where
     return found
 

@@ -327,7 +327,7 @@ def sharded_batch(rank: int, num_ranks: int, case: str) -> str:
         ("", "trained"),
         ("uneven", "a DTensor of 6 rows in 2 shards can't be split evenly into 4 microbatches"),
         ("plain target", "tensors of 8 rows in 1 and 2 shards would have different rows"),
-        ("declared", "float64 (2, 6), replicate over (data=2), (2, 6) in all, expected float64"),
+        ("declared", "float64[2,6], replicate over (data=2), (2, 6) in all, expected float64"),
     ],
 )
 def test_a_batch_may_be_sharded_along_its_rows(case: str, told: str) -> None:

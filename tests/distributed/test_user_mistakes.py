@@ -411,7 +411,7 @@ MISTAKES = {
     "input_args of another shape": Mistake(
         input_args_of_another_shape,
         ("BoundaryError", "BoundaryError"),
-        r"1F0: the stage's input is float32 \(2, 4\), expected float32 \(3, 4\) as input_args says",
+        r"1F0: the stage's input is float32\[2,4\], expected float32\[3,4\] as input_args says",
         (1,),
     ),
     "other schedule": Mistake(

@@ -528,7 +528,7 @@ def test_another_output_structure_is_shown() -> None:
     first, _ = split_by_module(model, [2, 2], given).stages
     first(**given)
     model.embed.many = True
-    shown = re.escape(f"'float32 ({len(given['x'])}, {DIM})'")
+    shown = re.escape(f"'float32[{len(given['x'])},{DIM}]'")
     told = rf"embed returned \({shown}, 1\), in its trace \{{'out': {shown}\}}; stages run by"
     with pytest.raises(PartitionError, match=told):
         first(**given)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from penstock._torch_compat import shape_check
-from penstock.partition.spec import describe
+from penstock.partition.spec import value_text
 
 
 class Adds(nn.Module):
@@ -28,5 +28,5 @@ def test_assumptions_of_a_program_are_checked() -> None:
 
 
 def test_open_sizes_are_stars() -> None:
-    assert describe(torch.ones(2, 3)) == "float32[2,3]"
-    assert describe(3) == "int"
+    assert value_text(torch.ones(2, 3)) == "float32[2,3]"
+    assert value_text(3) == "int"

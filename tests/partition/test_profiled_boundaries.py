@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import profile, split_by_module
-from penstock.partition.spec import describe
+from penstock.stage.boundary import shape_text
 from tests.real_models import REAL_MODELS
 
 FAMILIES = ("gpt2", "llama", "t5", "bert", "mixtral", "unet")
@@ -40,7 +40,7 @@ def test_a_plan_lists_the_tensors_that_stages_send(name: str) -> None:
         assert [len(each) for each in sent] == [len(each) for each in split.plan.boundary_values]
         *ends, last = (measured.blocks[end - 1] for end in accumulate(counts))
         assert [list(block.sends) for block in ends] == [
-            [describe(tensor) for tensor in tensors] for tensors in sent
+            [shape_text(tensor) for tensor in tensors] for tensors in sent
         ]
         assert [block.sent_bytes for block in ends] == [
             sum(tensor.nbytes for tensor in tensors) for tensors in sent

@@ -32,7 +32,7 @@ from penstock.partition.plan import abbreviate
 from penstock.partition.ties import Tie
 from penstock.runtime.comm.base import Transport
 from penstock.schedule.placement import Placement
-from penstock.stage.boundary import TensorMeta
+from penstock.stage.boundary import TensorMeta, shape_text
 from penstock.stage.dtensor import local_part
 from penstock.stage.stage import Stage
 from penstock.stage.wrappers import named_plainly, plain_name, unwrapped
@@ -338,7 +338,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _describe(tensor: Tensor) -> str:
-    kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    kind = shape_text(tensor)
     # Local shards are summed directly, so they must be the same part of the tensor.
     shards = [str(p) for p in getattr(tensor, "placements", ()) if not p.is_replicate()]
     return f"{kind}, {tuple(_local(tensor).shape)} by {', '.join(shards)}" if shards else kind

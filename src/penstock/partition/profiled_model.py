@@ -32,7 +32,8 @@ from penstock._torch_compat import CompiledCall, TorchDispatchMode, is_compiled_
 from penstock.errors import PartitionError
 from penstock.partition.blocks import LeafModule
 from penstock.partition.plan import abbreviate
-from penstock.partition.spec import Example, as_call, describe, own_loss
+from penstock.partition.spec import Example, as_call, own_loss
+from penstock.stage.boundary import shape_text
 from penstock.stage.pytree import flatten, tensors_of
 from penstock.stage.rng import preserve_rng_state
 from penstock.stage.weight_grad import (
@@ -57,7 +58,7 @@ Sent: TypeAlias = tuple[int, tuple[str, ...]]
 
 def sent_of(tensors: Sequence[Tensor]) -> Sent:
     """The bytes and descriptions of tensors."""
-    return sum(tensor.nbytes for tensor in tensors), tuple(map(describe, tensors))
+    return sum(tensor.nbytes for tensor in tensors), tuple(map(shape_text, tensors))
 
 
 class ProfiledModel:

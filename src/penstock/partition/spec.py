@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from penstock.errors import PartitionError
 from penstock.partition.blocks import find_blocks
 from penstock.partition.plan import Plan, abbreviate
-from penstock.stage.boundary import TensorMeta
+from penstock.stage.boundary import TensorMeta, shape_text
 from penstock.stage.pytree import as_args, flatten, unflatten
 
-__all__ = ["Elsewhere", "Example", "Split", "SplitSpec", "as_call", "describe", "on_shapes"]
-__all__ += ["own_loss", "with_elsewhere"]
+__all__ = ["Elsewhere", "Example", "Split", "SplitSpec", "as_call", "on_shapes"]
+__all__ += ["own_loss", "value_text", "with_elsewhere"]
 
 Split: TypeAlias = Plan | Sequence[int] | Sequence[str] | Sequence[Sequence[str]] | str
 """The forms of a user's split."""
@@ -55,7 +55,7 @@ class SplitSpec:
         """Parse a ``Split``, or the path of a plan; in a ``sequence`` each name is a stage."""
         if isinstance(split, SplitSpec):
             return split
-        if isinstance(split, os.PathLike) or str(split).endswith((".toml", ".json")):
+        if isinstance(split, os.PathLike) or str(split).endswith(".toml"):
             split = Plan.load(os.fspath(split))
         if isinstance(split, Plan):
             return cls(stages=split.stages, plan=split)
@@ -152,13 +152,12 @@ def own_loss(output: Any, target: object = None) -> Any:
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
-def describe(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Describe tensors by dtype and shape (``*`` for an open size), other values by class."""
     if isinstance(value, Tensor):
-        sizes = ",".join(str(size) if isinstance(size, int) else "*" for size in value.shape)
-        return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
+        return shape_text(value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {describe(each)}" for name, each in value.items())
+        return ", ".join(f"{name}: {value_text(each)}" for name, each in value.items())
     if isinstance(value, (tuple, list)):
-        return ", ".join(map(describe, value))
+        return ", ".join(map(value_text, value))
     return type(value).__name__

@@ -36,7 +36,7 @@ from penstock.stage.dtensor import (
     local_part,
 )
 
-__all__ = ["BoundarySpec", "TensorMeta", "describe", "static_spec"]
+__all__ = ["BoundarySpec", "TensorMeta", "describe", "shape_text", "static_spec"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +99,19 @@ class TensorMeta:
 
     @property
     def kind(self) -> str:
-        """``float32 (4, 512)``, and of a DTensor how it is placed."""
-        shown = f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}"
+        """``float32[4,512]``, and of a DTensor how it is placed."""
+        shown = shape_text(self)
         return shown if self.dtensor is None else f"{shown}, {self.dtensor}"
 
     def __str__(self) -> str:
-        """``float32 (4, 512), with gradient``."""
+        """``float32[4,512], with gradient``."""
         return f"{self.kind}, {'with' if self.requires_grad else 'no'} gradient"
+
+
+def shape_text(tensor: Tensor | TensorMeta) -> str:
+    """A dtype and a shape as text, ``float32[4,512]``, with ``*`` for an open size."""
+    sizes = ",".join(str(size) if isinstance(size, int) else "*" for size in tensor.shape)
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{sizes}]"
 
 
 def _order_in_memory(tensor: Tensor) -> tuple[int, ...] | None:

@@ -23,7 +23,7 @@ from penstock._torch_compat import mutated_arguments
 from penstock.errors import PartitionError
 from penstock.partition.export.markers import HERE, MARK, SplitPoint, label_of, pipe_split
 from penstock.partition.plan import abbreviate
-from penstock.partition.spec import describe
+from penstock.partition.spec import value_text
 
 __all__ = ["Cut", "GraphCut", "all_cuts", "assign", "cuts_at_names", "take_marks"]
 
@@ -253,4 +253,4 @@ def _described(node: fx.Node) -> str:
     """A value of the graph for messages, such as ``relu (float32[*,8]) of layers.0``."""
     modules = node.meta.get("modules", ())
     of = f" of {modules[-1]}" if modules else ""
-    return f"{node.name} ({describe(node.meta.get('val'))}){of}"
+    return f"{node.name} ({value_text(node.meta.get('val'))}){of}"
