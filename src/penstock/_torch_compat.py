@@ -26,6 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+from penstock.errors import OUR_FILES
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
@@ -507,7 +509,7 @@ def fused_by(module: nn.Module) -> str | None:
     """
     compiled = is_compiled_in_place(module) or is_compiled(module)
     functions = filter(callable, vars(module).values())
-    if compiled or any(hasattr(each, "_torchdynamo_orig_callable") for each in functions):
+    if compiled or any(hasattr(each, COMPILE_PROBE) for each in functions):
         return "torch.compile"
     return "torch.jit" if isinstance(module, torch.jit.ScriptModule) else None
 
@@ -593,9 +595,8 @@ def autocast_state(device: torch.device) -> tuple[Any, ...]:
     return tuple((k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k))
 
 
-# The folders of torch and Penstock, with a separator at the end: torchvision's is none of torch's.
+# The folder of torch, with a separator at the end: torchvision's is none of torch's.
 TORCH_FILES = f"{Path(torch.__file__).parent}{os.sep}"
-OUR_FILES = f"{Path(__file__).parent}{os.sep}"
 _READ_GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _HOOKING = {Tensor.register_hook: "registers a hook on a tensor"}
 _DIFFERENTIATING = {

@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 __all__ = ["PenstockError", "ScheduleError", "PartitionError", "StageError", "BoundaryError"]
 __all__ += ["PeerError", "InternalError", "Where"]
-__all__ += ["fold_tracebacks", "folds_tracebacks", "shows_full_tracebacks"]
+__all__ += ["OUR_FILES", "fold_tracebacks", "folds_tracebacks", "shows_full_tracebacks"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -116,7 +116,7 @@ class InternalError(PenstockError, RuntimeError):
 
 _FULL = "PENSTOCK_FULL_TRACEBACK"
 _HINT = f"(frames inside Penstock and of torch's module calls are left out; {_FULL}=1 shows them)"
-_OURS = f"{Path(__file__).parent}{os.sep}"
+OUR_FILES = f"{Path(__file__).parent}{os.sep}"
 _MODULE_CALLS = os.path.join("torch", "nn", "modules", "module.py")
 
 
@@ -164,4 +164,4 @@ def fold_tracebacks(error: BaseException | None) -> None:
 
 
 def _is_internal(filename: str) -> bool:
-    return filename.startswith(_OURS) or filename.endswith(_MODULE_CALLS)
+    return filename.startswith(OUR_FILES) or filename.endswith(_MODULE_CALLS)

@@ -25,8 +25,7 @@ from penstock.runtime.comm.process_group import chosen_device, process_group
 from penstock.runtime.config import PipelineSpec
 from penstock.runtime.schedules import ScheduleProgram
 from penstock.runtime.step import is_placed, moved
-from penstock.schedule.program import Program
-from penstock.schedule.wording import numbers_of
+from penstock.schedule.program import Program, sizes_text
 from penstock.stage.wrappers import plain_name
 from penstock.trace import Trace
 from penstock.training.model_state import ModelState
@@ -282,12 +281,7 @@ class Pipeline(ModelState):
     def __repr__(self) -> str:
         """The schedule and its sizes, and a line for each stage: its rank and its modules."""
         program, placement = self.program, self.program.placement
-        counts = numbers_of(
-            rank=program.num_ranks,
-            stage=program.num_stages,
-            microbatch=program.num_whole_microbatches,
-        )
-        lines = [f"Pipeline of {program.name}: {counts}"]
+        lines = [f"Pipeline of {program.name}: {sizes_text(program)}"]
         for rank in range(program.num_ranks):
             for stage in placement.stages_of(rank):
                 line = f"  rank {rank}, stage {stage}"

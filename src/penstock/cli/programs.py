@@ -21,7 +21,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.check import check as check_program
 from penstock.schedule.family import Family
 from penstock.schedule.passes import lower
-from penstock.schedule.program import Program
+from penstock.schedule.program import Program, sizes_text
 from penstock.schedule.registry import family
 from penstock.schedule.registry import schedules as families
 from penstock.schedule.rules import COMPUTE
@@ -30,7 +30,7 @@ from penstock.simulate.costs import Costs, costs_divisor, per_stage_costs
 from penstock.simulate.simulation import Simulation
 from penstock.simulate.simulation import simulate as simulate_program
 from penstock.trace import Trace
-from penstock.view.palette import SAME_MODEL, SAME_STAGES, amount, sizes_text
+from penstock.view.palette import SAME_MODEL, SAME_STAGES, amount
 
 __all__ = ["check", "compare", "schedules", "simulate"]
 

@@ -12,7 +12,7 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.rules import BACKWARDS, SENDS
 from penstock.schedule.wording import numbers_of
 
-__all__ = ["Program", "CheckedProgram", "refuse_no_program", "refuse_present"]
+__all__ = ["Program", "CheckedProgram", "refuse_no_program", "refuse_present", "sizes_text"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -77,10 +77,7 @@ class Program:
 
     def __repr__(self) -> str:
         """The sizes in a line, such as ``<Program 1f1b: 2 ranks, 2 stages, 4 microbatches>``."""
-        counts = numbers_of(
-            rank=self.num_ranks, stage=self.num_stages, microbatch=self.num_whole_microbatches
-        )
-        return f"<{type(self).__name__} {self.name}: {counts}>"
+        return f"<{type(self).__name__} {self.name}: {sizes_text(self)}>"
 
     def _repr_html_(self) -> str:
         """The timeline at unit costs, for notebooks."""
@@ -92,6 +89,12 @@ class Program:
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CheckedProgram(Program):
     """A program without problems, made only by ``check``; the only kind that the runtime runs."""
+
+
+def sizes_text(program: Program) -> str:
+    """The sizes of a program, such as ``4 ranks, 8 stages, 16 microbatches``."""
+    microbatches = program.num_whole_microbatches
+    return numbers_of(rank=program.num_ranks, stage=program.num_stages, microbatch=microbatches)
 
 
 def refuse_no_program(value: object, caller: str) -> None:

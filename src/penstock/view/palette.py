@@ -9,13 +9,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from penstock.schedule.action import Op
-from penstock.schedule.program import Program
-from penstock.schedule.wording import numbers_of
 from penstock.trace import Trace
 
 __all__ = [
     "FONT", "FRAME", "LOOKS", "Look", "SAME_MODEL", "SAME_STAGES", "amount", "ink", "shade",
-    "shades", "sizes_text", "time_text",
+    "shades", "time_text",
 ]  # fmt: skip
 
 FRAME = "#1c2733"
@@ -109,12 +107,6 @@ def amount(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.4g} {letter}"
     return f"{value:.0f}" if value == round(value) else f"{value:.4g}"
-
-
-def sizes_text(program: Program) -> str:
-    """The sizes of a program, such as ``4 ranks, 8 stages, 16 microbatches``."""
-    microbatches = program.num_whole_microbatches
-    return numbers_of(rank=program.num_ranks, stage=program.num_stages, microbatch=microbatches)
 
 
 def time_text(value: float, unit: str) -> str:

@@ -14,13 +14,14 @@ from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.schedule.family import parse_options
+from penstock.schedule.program import sizes_text
 from penstock.schedule.registry import family, refuse_options, schedules
 from penstock.simulate.costs import Costs, build_for, costs_divisor, per_stage_costs
 from penstock.simulate.memory import exceeds
 from penstock.simulate.simulation import Simulation, simulate
 from penstock.view import page
 from penstock.view.layout import arrange
-from penstock.view.palette import SAME_MODEL, SAME_STAGES, amount, sizes_text
+from penstock.view.palette import SAME_MODEL, SAME_STAGES, amount
 from penstock.view.timeline import STRETCHED, Timeline, bk
 
 __all__ = ["Playground", "serve"]
@@ -240,7 +241,7 @@ def serve(
             port = probe.getsockname()[1]
     except (OSError, OverflowError) as error:
         raise PenstockError(
-            f"port {port} of {ADDRESS} can't be had ({error}); take another with --port, or "
+            f"port {port} of {ADDRESS} is not available ({error}); take another with --port, or "
             "any that is free with --port 0"
         ) from error
     origins = [f"{ADDRESS}:{port}", f"localhost:{port}"]

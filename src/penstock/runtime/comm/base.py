@@ -43,7 +43,6 @@ class Transport(ABC):
     """
 
     rank: int
-    num_ranks: int
     schedule_index: int = 0
 
     def begin(self, call: str) -> None:

@@ -41,11 +41,8 @@ class LoopbackTransport(Transport):
     """One rank's transport, made by ``loopback``. One process speaks for all ranks, so that
     collectives return its own value."""
 
-    def __init__(
-        self, edges: defaultdict[tuple[int, int], _Edge], rank: int, num_ranks: int
-    ) -> None:
+    def __init__(self, edges: defaultdict[tuple[int, int], _Edge], rank: int) -> None:
         self.rank = rank
-        self.num_ranks = num_ranks
         self._edges = edges  # by sending and receiving rank
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
@@ -79,4 +76,4 @@ class LoopbackTransport(Transport):
 def loopback(num_ranks: int) -> list[LoopbackTransport]:
     """Make the transports of ``num_ranks`` ranks in this process."""
     edges: defaultdict[tuple[int, int], _Edge] = defaultdict(_Edge)
-    return [LoopbackTransport(edges, rank, num_ranks) for rank in range(num_ranks)]
+    return [LoopbackTransport(edges, rank) for rank in range(num_ranks)]
