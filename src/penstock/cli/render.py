@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,10 @@ from penstock.trace import Trace
 __all__ = ["playground", "refuse_suffix", "render", "write_drawing"]
 
 _SOURCE = "A schedule's name, a program's file (*.csv), or a trace (*.json)."
-_KINDS = ".html (a page), .png, .svg or .pdf (a picture), .json (for https://ui.perfetto.dev)"
+_SUFFIXES = (".html", ".png", ".svg", ".pdf", ".json")
+_FILE = "The file: {} (a page), {}, {} or {} (a picture), {} (for https://ui.perfetto.dev).".format(
+    *_SUFFIXES
+)
 
 
 @with_options
@@ -26,13 +30,13 @@ def render(
     source: Annotated[str, typer.Argument(help=_SOURCE)],
     *,
     settings: Settings,
-    output: Annotated[Path, option(f"The file: {_KINDS}.", "--output", "-o")],
+    output: Annotated[Path, option(_FILE, "--output", "-o")],
 ) -> None:
     """Draw a step. The page of a measured step has the simulation of its program below.
 
     Ranks that hold more than --memory are listed.
     """
-    refuse_suffix(output, _KINDS)
+    refuse_suffix(output, _SUFFIXES)
     step = load(source, settings)
     simulated: Simulation | None = None
     if isinstance(step, Trace):
@@ -63,10 +67,11 @@ def _simulated(measured: Trace, source: str) -> Simulation | None:
         return None
 
 
-def refuse_suffix(output: Path, kinds: str) -> None:
-    """Refuse a file whose suffix is none of those in the text ``kinds``."""
-    if output.suffix.lower() not in kinds.replace(",", "").split():
-        raise PenstockError(f"{output}: don't know how to write {output.suffix!r}; take {kinds}")
+def refuse_suffix(output: Path, suffixes: Sequence[str]) -> None:
+    """Refuse a file with another suffix than these."""
+    if output.suffix.lower() not in suffixes:
+        known = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"
+        raise PenstockError(f"{output}: don't know how to write {output.suffix!r}; take {known}")
 
 
 def write_drawing(step: Trace | Simulation, output: Path, beside: Simulation | None = None) -> None:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["search"]
 
-_KINDS = ".csv for the program, .html for its page, .png, .svg or .pdf for a picture"
+_SUFFIXES = (".csv", ".html", ".png", ".svg", ".pdf")
+_FILE = "The file: {} (a program), {} (a page), {}, {} or {} (a picture).".format(*_SUFFIXES)
 _OBJECTIVE = "The time to minimize: span if no barrier precedes the optimizer."
 _RECOMPUTE = (
     "Allow stages to recompute their forward instead of holding activations; it takes "
@@ -42,13 +43,13 @@ def search(
     seed: Annotated[int, option("Seed of random choices.")] = 0,
     recompute: Annotated[bool, option(_RECOMPUTE)] = False,
     offload: Annotated[bool, option(_OFFLOAD)] = False,
-    output: Annotated[Path | None, option(f"The file: {_KINDS}.", "--output", "-o")] = None,
+    output: Annotated[Path | None, option(_FILE, "--output", "-o")] = None,
 ) -> None:
     """Search for the best program of one copy of the model within --memory, and prove a bound."""
     from penstock.search.engine import search as find
 
     if output is not None:
-        refuse_suffix(output, _KINDS)
+        refuse_suffix(output, _SUFFIXES)
     with out.console(error=True).status(f"searching, {time_limit:g} s at most"):
         found = find(
             settings.costs(), **settings.sizes(), memory_limit=settings.memory,
