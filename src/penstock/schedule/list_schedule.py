@@ -295,9 +295,11 @@ class _InOrder:
                 continue
             if kind >= self.stages:
                 allowed = self.overtake
+            elif self.spare is None:
+                allowed = False
             else:
-                free = self.spare and (0 if kind == mine.last_stage else self.spare)
-                allowed = free is not None and mine.has_room(places[-1], self.limit - free)
+                free = 0 if kind == mine.last_stage else self.spare
+                allowed = mine.has_room(places[-1], self.limit - free)
             if allowed:
                 found, chosen = places[-1], kind
         return chosen

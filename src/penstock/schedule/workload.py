@@ -182,6 +182,7 @@ def schedule_by_priority(
             memory limit alone.
         patience: for each kind, how much later a more urgent action may come and still go first,
             if this one would not end before; None for no later.
+        first_patience: the patience of all kinds until the rank's first backward.
     """
     scheduler = ListScheduler(
         ranks=work.ranks,

@@ -107,7 +107,8 @@ def plan_forward(
         if ref.kind is ValueKind.PARAMETER:  # a stage may hold the parameter under another name
             first, names = placed.origin(ref), assignment.shared.get(ref.name, ())
             at.difference_update({assignment.stage_of(name) for name in names} - {first})
-            at |= set() if at else {first}
+            if not at:
+                at.add(first)
     _refuse_shared_state(placed)
     for ref, at in placed.needed.items():
         message = _refusal(placed, ref, at)
