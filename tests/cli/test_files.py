@@ -299,4 +299,4 @@ def test_a_port_in_use_is_refused(penstock: Command) -> None:
         port = taken.getsockname()[1]
         output = penstock("playground", "--port", str(port), "--no-browser")
     assert output.code == 2
-    assert f"port {port} of 127.0.0.1 can't be had" in output.err
+    assert f"port {port} of 127.0.0.1 is not available" in output.err

@@ -60,7 +60,7 @@ def test_uninitialized_parameters_are_nan_with_a_warning(caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, "penstock"):
         materialize({0: bare}, CPU, [bare])
     assert bare.weight.isnan().all()
-    assert "initialized by nobody: weight; set them in init_fn=" in caplog.text
+    assert "left uninitialized: weight; set them in init_fn=" in caplog.text
 
 
 def test_parameters_that_wrap_fn_adds_are_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -70,7 +70,7 @@ def test_parameters_that_wrap_fn_adds_are_named(caplog: pytest.LogCaptureFixture
         stage.register_parameter("scale", nn.Parameter(torch.ones(1, device="meta")))
 
     pipe = Pipeline(on_meta(), ranks=2, n_microbatches=1, wrap_fn=adapt)
-    assert "initialized by nobody: scale, scale; " in caplog.text
+    assert "left uninitialized: scale, scale; " in caplog.text
     assert [name for name, p in pipe.named_parameters() if p.isnan().any()] == ["scale"] * 2
 
 
@@ -186,7 +186,7 @@ def test_adapters_are_not_initialized_by_the_model(
         for layer in model.model.layers:
             layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
     pipe = Pipeline(model, example=case.example(), ranks=2, n_microbatches=2)
-    assert "initialized by nobody: " in caplog.text and "lora_B.weight" in caplog.text
+    assert "left uninitialized: " in caplog.text and "lora_B.weight" in caplog.text
     assert "base_layer" not in caplog.text
     for name, param in pipe.named_parameters():
         assert ("lora_" in name) == bool(param.isnan().all()), name

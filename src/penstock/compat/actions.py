@@ -150,7 +150,7 @@ def get_schedule_ops(
         [[0F0, 0F1, None, None, 0B0, None, 0B1], [None, 1F0, 1B0, 1F1, 1B1]]
     """
     if add_spacing and with_comms:
-        raise ScheduleError("add_spacing=True and with_comms=True: choose one of both")
+        raise ScheduleError("add_spacing=True and with_comms=True: choose one")
     name = getattr(schedule, "schedule_name", schedule)
     if not isinstance(name, str):
         raise ScheduleError(f"{schedule!r} is no schedule by name; see its pipeline_order")

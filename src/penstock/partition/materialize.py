@@ -287,7 +287,7 @@ def _warn_of_blank(modules: Iterable[nn.Module], blank: Mapping[int, int]) -> No
     unset = [name for name, t in named if id(t) in blank and _is_blank(t, blank[id(t)])]
     if unset:
         logger.warning(
-            "made on the meta device and initialized by nobody: %s; set them in init_fn= or in the "
+            "made on the meta device and left uninitialized: %s; set them in init_fn= or in the "
             "model's _init_weights, or load a state that has them (buffers that are not persistent "
             "are in none)",
             abbreviate(unset),

@@ -121,7 +121,7 @@ def save(
                 "pass its process group as group="
             )
         refuse_common(chain.from_iterable(stages.items() for stages in named))
-        with _dcp(path, OSError, "was not written", "one that was there is there still"):
+        with _dcp(path, OSError, "was not written", "an earlier checkpoint there is intact"):
             save_by_name(
                 state,
                 storage_writer=_Writer(path),
