@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from penstock import PartitionError, Pipeline, PipelineStage, ScheduleError, auto, check
-from penstock.partition.balance.for_program import costs_of
+from penstock.partition.balance.for_program import stage_costs
 from penstock.partition.profile import profile
 from penstock.runtime.comm.process_group import Link, measure_link
 from penstock.schedule.action import Action, Op
@@ -178,7 +178,9 @@ def test_the_memory_limit_is_kept() -> None:
 def test_a_tight_limit_is_met_by_recomputing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deep stages with narrow boundaries: two in flight fit where one keeps its input alone."""
     # As they would be measured where nothing else runs.
-    monkeypatch.setattr(auto, "costs_of", lambda stages: replace(costs_of(stages), **EVEN_TIMES))
+    monkeypatch.setattr(
+        auto, "stage_costs", lambda stages: replace(stage_costs(stages), **EVEN_TIMES)
+    )
     stages = [mlp(8) for _ in range(2)]
     plain = copy.deepcopy(stages)
     blocks = profile(stages, EXAMPLE, loss_fn=None).blocks

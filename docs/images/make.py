@@ -18,7 +18,7 @@ from torch import nn
 
 from penstock import Costs, Pipeline, build, simulate
 from penstock.cli.output import figures_text, peaks_text
-from penstock.simulate.measured import costs_of, program_of
+from penstock.simulate.measured import costs_from_trace, program_from_trace
 from penstock.view.page import save_page
 from penstock.view.perfetto import from_perfetto, to_perfetto
 from penstock.view.picture import draw
@@ -113,8 +113,8 @@ def pages(browser: Browser) -> None:
             show(page, path.as_uri())
             page.screenshot(path=HERE / "page-64.png")
         trace = from_perfetto(run_ranks(measured_step, RANKS)[0].result())
-        program = program_of(trace)
-        save_page(trace, path, beside=simulate(program, costs_of(trace, RANKS)))
+        program = program_from_trace(trace)
+        save_page(trace, path, beside=simulate(program, costs_from_trace(trace, RANKS)))
         with page_of(browser, width=1280, height=900) as page:
             show(page, path.as_uri())
             point(page, 200, 1.3)

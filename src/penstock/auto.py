@@ -25,7 +25,7 @@ from penstock.compat.stage import PipelineStage
 from penstock.errors import PartitionError, ScheduleError
 from penstock.partition.balance.balance import balance
 from penstock.partition.balance.costs import BlockCosts, Profile
-from penstock.partition.balance.for_program import balance_for, costs_of
+from penstock.partition.balance.for_program import balance_for, stage_costs
 from penstock.partition.plan import split_by_counts
 from penstock.partition.profile import measure_model
 from penstock.partition.spec import SplitSpec
@@ -89,7 +89,7 @@ class _Measured:
     ) -> Costs:
         """The costs of stages with these blocks, with messages and runtime; as a program splits
         their backwards, if it is known."""
-        costs, num = costs_of(stages), len(stages)
+        costs, num = stage_costs(stages), len(stages)
         names = ("forward", "input_grad", "weight_grad")
         times = list(zip(*(costs.per_stage(name, num_stages=num) for name in names), strict=True))
         held = list(costs.per_stage("activation_bytes", num_stages=num))

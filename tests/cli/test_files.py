@@ -15,7 +15,7 @@ from penstock.schedule.passes import offload as move_to_host
 from penstock.schedule.registry import family
 from penstock.schedule.text import save_csv
 from penstock.search.state import Budget
-from penstock.simulate.measured import costs_of, program_of
+from penstock.simulate.measured import costs_from_trace, program_from_trace
 from penstock.trace import Span, Trace
 from penstock.view.perfetto import from_perfetto, save_perfetto
 from tests.models import features, mlp
@@ -171,7 +171,7 @@ def test_a_recorded_step_is_compared_with_its_simulated_program(
 ) -> None:
     ran = build(schedule, ranks=2, microbatches=6)
     save_perfetto(recorded(schedule), tmp_path / "trace.json")
-    played = program_of(from_perfetto((tmp_path / "trace.json").read_text()))
+    played = program_from_trace(from_perfetto((tmp_path / "trace.json").read_text()))
     assert played.ranks == ran.ranks
     assert simulate(played).peak_in_flight == simulate(ran).peak_in_flight
     file, page = str(tmp_path / "trace.json"), tmp_path / "page.html"
@@ -199,7 +199,7 @@ def test_a_part_of_a_step_is_drawn_without_its_simulation(
 def test_host_transfers_and_recomputations_become_costs() -> None:
     program = move_to_host(build("gpipe", ranks=2, microbatches=4), stages=[0])
     costs = Costs(forward=2, input_grad=3, weight_grad=1, offload=4, reload=5, recompute=6)
-    found = costs_of(simulate(recompute(program, stages=[1]), costs).trace, 2)
+    found = costs_from_trace(simulate(recompute(program, stages=[1]), costs).trace, 2)
     assert found.of(Op.OFFLOAD, num_stages=2) == (4, 0)
     assert found.of(Op.RELOAD, num_stages=2) == (5, 0)
     assert found.of(Op.RECOMPUTE, num_stages=2) == (0, 6)

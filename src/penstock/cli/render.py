@@ -56,11 +56,11 @@ def render(
 def _simulated(measured: Trace, source: str) -> Simulation | None:
     """Simulate the program of a measured step with its measured costs; warns and returns None if
     the trace is not of a whole step."""
-    from penstock.simulate.measured import costs_of, program_of
+    from penstock.simulate.measured import costs_from_trace, program_from_trace
 
     try:
-        program = program_of(measured)
-        return simulate(program, costs_of(measured, program.num_stages))
+        program = program_from_trace(measured)
+        return simulate(program, costs_from_trace(measured, program.num_stages))
     except ScheduleError as error:
         why = " ".join(str(error).split())
         out.warn(f"{source}: not a whole step, so it is not simulated ({why})")

@@ -20,7 +20,7 @@ __all__ = [
     "TorchAction",
     "get_schedule_ops",
     "order_of",
-    "program_of",
+    "program_from_order",
 ]
 
 
@@ -108,7 +108,7 @@ def order_of(program: Program) -> PipelineOrder:
     return {r: [TorchAction.of(step) for step in steps] for r, steps in enumerate(program.ranks)}
 
 
-def program_of(
+def program_from_order(
     order: Mapping[int, Sequence[Any]], num_microbatches: int, name: str = "order"
 ) -> Program:
     """The program of an order, unchecked; idle time and waits are left out.

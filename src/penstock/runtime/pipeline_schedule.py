@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.cause import default_group, key_of, publishing_errors
-from penstock.compat.actions import PipelineOrder, order_of, program_of
+from penstock.compat.actions import PipelineOrder, order_of, program_from_order
 from penstock.compat.stage import HAND_DRIVEN, PipelineStage
 from penstock.errors import ScheduleError, StageError, folds_tracebacks
 from penstock.runtime.comm.agreement import exclusive_step
@@ -145,7 +145,7 @@ class PipelineSchedule:
             order = self._get_pipeline_order()
         if order:
             with publishing_errors(self._group):
-                program = program_of(order, self.n_microbatches, type(self).__name__)
+                program = program_from_order(order, self.n_microbatches, type(self).__name__)
             self._load(program)
 
     def _build(self) -> Program | None:

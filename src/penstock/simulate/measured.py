@@ -13,10 +13,10 @@ from penstock.schedule.text import parse_csv
 from penstock.simulate.costs import Costs
 from penstock.trace import Trace
 
-__all__ = ["costs_of", "program_of"]
+__all__ = ["costs_from_trace", "program_from_trace"]
 
 
-def program_of(trace: Trace) -> Program:
+def program_from_trace(trace: Trace) -> Program:
     """The program of a trace: computations and copies in the order in which ranks started them.
 
     Raises:
@@ -26,7 +26,7 @@ def program_of(trace: Trace) -> Program:
         >>> from penstock.schedule.registry import build
         >>> from penstock.simulate.simulation import simulate
         >>> program = build("dualpipev", ranks=2, microbatches=4)
-        >>> program_of(simulate(program).trace) == program
+        >>> program_from_trace(simulate(program).trace) == program
         True
     """
     pair_of = trace.pair_of()
@@ -40,7 +40,7 @@ def program_of(trace: Trace) -> Program:
     return parse_csv("\n".join(map(",".join, ranks)), name=trace.name)
 
 
-def costs_of(trace: Trace, num_stages: int) -> Costs:
+def costs_from_trace(trace: Trace, num_stages: int) -> Costs:
     """The median time of every op on every stage of a measured step."""
     times: defaultdict[tuple[Op, int], list[float]] = defaultdict(list)
     for span in trace.spans:

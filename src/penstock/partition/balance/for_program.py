@@ -25,7 +25,7 @@ from penstock.schedule.program import Program
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulation import simulate
 
-__all__ = ["balance_for", "costs_of", "rank_times", "step_s"]
+__all__ = ["balance_for", "rank_times", "stage_costs", "step_s"]
 
 # Budgets of the local searches, in simulated actions and in loads of stages: about a second.
 MOVING = 200_000
@@ -100,10 +100,10 @@ def step_s(measured: Profile, counts: Sequence[int], program: Program) -> float:
     placement = program.placement
     directions = placement.num_stages // placement.num_model_stages
     stages = split_by_counts(measured.blocks, counts) * directions
-    return simulate(program, costs_of(stages)).makespan
+    return simulate(program, stage_costs(stages)).makespan
 
 
-def costs_of(stages: Sequence[Sequence[BlockCosts]]) -> Costs:
+def stage_costs(stages: Sequence[Sequence[BlockCosts]]) -> Costs:
     """The costs of stages with these blocks, in seconds and bytes, without message times."""
 
     def summed(name: str) -> list[float]:
