@@ -650,7 +650,7 @@ def in_function_forward() -> bool:
 # -------------------- torch.export --------------------
 
 # Modules of torch whose autograd functions a graph of operations would lose.
-LOST = ("torch.utils.checkpoint", "torch.nn.modules._functions")
+LOST_BY_EXPORT = ("torch.utils.checkpoint", "torch.nn.modules._functions")
 
 # The operation by which exported programs assert a tensor's dtype and device.
 METADATA_ASSERT: Any = torch.ops.aten._assert_tensor_metadata.default
@@ -667,7 +667,7 @@ def refusing(refuse: Callable[[str], None]) -> Iterator[None]:
     apply = function.__dict__["apply"]
 
     def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__ in LOST or not cls.__module__.startswith("torch."):
+        if cls.__module__ in LOST_BY_EXPORT or not cls.__module__.startswith("torch."):
             refuse(f"runs the autograd function {cls.__qualname__} with its own backward")
         return apply.__get__(None, cls)(*args, **kwargs)
 

@@ -34,7 +34,7 @@ from penstock.runtime.comm.process_group import (
     collective_call,
     control_group,
     from_first_rank,
-    from_first_row,
+    from_first_replica,
     measure_link,
 )
 from penstock.runtime.config import PipelineSpec
@@ -181,7 +181,7 @@ def _choose(spec: PipelineSpec, request: object, choose: Callable[[_Measured], T
     shapes = [(name, p.shape) for module in modules for name, p in module.named_parameters()]
     return from_first_rank(
         group,
-        lambda: from_first_row(group, (shapes, request), lambda: choose(_measure(spec, link))),
+        lambda: from_first_replica(group, (shapes, request), lambda: choose(_measure(spec, link))),
     )
 
 

@@ -106,12 +106,13 @@ class LookAhead:
 class ReplicaAccelerator(Accelerator):
     """An ``Accelerator`` whose processes are replicas, each of them a pipeline.
 
-    Its ``row`` is the group of this pipeline, for CPU tensors, and ``column`` that of the processes
-    with the same stages; None where there is one process. ``loss`` is what ``backward`` was given.
+    ``pipeline_group`` is the group of this pipeline, for CPU tensors, and ``replica_group`` that of
+    the processes with the same stages; None where there is one process. ``loss`` is what
+    ``backward`` was given.
     """
 
-    row: dist.ProcessGroup | None = None
-    column: dist.ProcessGroup | None = None
+    pipeline_group: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = None  # replicas by stages
     pipelined: PipelinedModel | None = None
     is_ahead = False  # the data loader has ended, but its batches have not
@@ -126,8 +127,8 @@ class ReplicaAccelerator(Accelerator):
         if world > 1:
             sizes, names = (num_replicas, self.num_stage_ranks), ("replica", "stage")
             self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
-            self.row = control_group(self.mesh["stage"].get_group())
-            self.column = self.mesh["replica"].get_group() if num_replicas > 1 else None
+            self.pipeline_group = control_group(self.mesh["stage"].get_group())
+            self.replica_group = self.mesh["replica"].get_group() if num_replicas > 1 else None
 
     @property
     def num_processes(self) -> int:
@@ -155,7 +156,7 @@ class ReplicaAccelerator(Accelerator):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip by the norm over the stages of all ranks."""
-        return clip_grad_norm_(parameters, max_norm, norm_type, group=self.row)
+        return clip_grad_norm_(parameters, max_norm, norm_type, group=self.pipeline_group)
 
     def in_full_precision(self, output: Any) -> Any:
         """A model's output as Accelerate returns it: in float32 under mixed precision."""
@@ -166,20 +167,20 @@ class ReplicaAccelerator(Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate the tensors of all replicas."""
-        return tensor if self.column is None else recursively_apply(self._gather_one, tensor)
+        return tensor if self.replica_group is None else recursively_apply(self._gather_one, tensor)
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
         tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.num_processes)]
-        with collective_call(self.column, "gather()"):
-            dist.all_gather(parts, tensor, self.column)
+        with collective_call(self.replica_group, "gather()"):
+            dist.all_gather(parts, tensor, self.replica_group)
         return torch.cat(parts)
 
     def from_rank(self, rank: int, value: Any) -> Any:
         """The value of a rank of this pipeline, its tensors on the CPU."""
-        if self.row is None:
+        if self.pipeline_group is None:
             return value
-        made = [send_to_device(value, "cpu") if self.row.rank() == rank else None]
-        with collective_call(self.row, "from_rank()"):
-            dist.broadcast_object_list(made, group=self.row, group_src=rank)
+        made = [send_to_device(value, "cpu") if self.pipeline_group.rank() == rank else None]
+        with collective_call(self.pipeline_group, "from_rank()"):
+            dist.broadcast_object_list(made, group=self.pipeline_group, group_src=rank)
         return made[0]

@@ -107,7 +107,7 @@ class PipelineTrainer(Trainer):
     def _prepare_pipeline(self) -> PipelinedModel:
         """The pipeline of the current model, which ``model_init`` may have made anew."""
         if self._pipelined is None or self._pipelined.plain[0] is not self.model:
-            mesh, column = self.accelerator.mesh, self.accelerator.column
+            mesh, replicas = self.accelerator.mesh, self.accelerator.replica_group
             pipe = Pipeline(
                 self.model,
                 loss_fn=self._microbatch_loss,
@@ -121,7 +121,7 @@ class PipelineTrainer(Trainer):
             names = ("bucket_cap_mb", "broadcast_buffers")
             given = {name: getattr(self.args, f"ddp_{name}") for name in names}
             options: Any = {name: value for name, value in given.items() if value is not None}
-            for stage in pipe.stages if column is not None else ():
+            for stage in pipe.stages if replicas is not None else ():
                 if any(param.requires_grad for param in stage.submod.parameters()):
                     stage.submod = DistributedDataParallel(
                         stage.submod, process_group=column, **options
@@ -187,10 +187,11 @@ class PipelineTrainer(Trainer):
         wrapped = super().create_optimizer(pipelined)
         optimizer = getattr(wrapped, "optimizer", wrapped)
         if optimizer is not self._optimizer:
-            self._optimizer, whole, row = optimizer, self._whole_states, self.accelerator.row
+            self._optimizer, whole = optimizer, self._whole_states
+            pipeline_group = self.accelerator.pipeline_group
             mine = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-            with collective_call(row, "create_optimizer()"):
-                by_group = zip(*gather_objects(row, mine), strict=True)
+            with collective_call(pipeline_group, "create_optimizer()"):
+                by_group = zip(*gather_objects(pipeline_group, mine), strict=True)
             order = pipelined.order.__getitem__
             self._param_names = [sorted({*chain(*parts)}, key=order) for parts in by_group]
             optimizer.register_state_dict_post_hook(lambda *_: whole.pop() if whole else None)
@@ -246,20 +247,21 @@ class PipelineTrainer(Trainer):
 
     def sync_model(self) -> None:
         """Bring ``self.model`` up to date on every rank; a collective call."""
-        pipelined, row = self._pipelined, self.accelerator.row
-        if pipelined is None or pipelined.plain[0] is not self.model or row is None:
+        pipelined, group = self._pipelined, self.accelerator.pipeline_group
+        if pipelined is None or pipelined.plain[0] is not self.model or group is None:
             return
         local = pipelined.pipe.state_dict()
-        with collective_call(row, "sync_model()"), torch.no_grad():
-            by_rank = gather_objects(row, list(local))
-            owners = {name: rank for rank in reversed(range(row.size())) for name in by_rank[rank]}
+        with collective_call(group, "sync_model()"), torch.no_grad():
+            by_rank = gather_objects(group, list(local))
+            ranks = reversed(range(group.size()))
+            owners = {name: rank for rank in ranks for name in by_rank[rank]}
             for name, value in self.model.state_dict(keep_vars=True).items():
                 is_frozen = isinstance(value, nn.Parameter) and not value.requires_grad
                 if name not in owners or (is_frozen and pipelined.is_synced):
                     continue
-                is_own = owners[name] == row.rank()
+                is_own = owners[name] == group.rank()
                 sent = local[name].cpu() if is_own else torch.empty_like(value, device="cpu")
-                dist.broadcast(sent.detach(), group=row, group_src=owners[name])
+                dist.broadcast(sent.detach(), group=group, group_src=owners[name])
                 if not is_own:
                     value.copy_(sent)
         pipelined.is_synced = True
@@ -268,8 +270,8 @@ class PipelineTrainer(Trainer):
         """Save the whole model, as ``Trainer.save_model`` does; a collective call."""
         self.sync_model()
         if _internal_call and not self.args.save_only_model and self._optimizer is not None:
-            pipe, names, row = self.pipeline, self._param_names, self.accelerator.row
-            state = plain_optimizer_state(pipe, self._optimizer, names, group=row)
+            pipe, group = self.pipeline, self.accelerator.pipeline_group
+            state = plain_optimizer_state(pipe, self._optimizer, self._param_names, group=group)
             self._whole_states[:] = [state] if state and self.args.should_save else []
         super().save_model(output_dir, _internal_call)
 

@@ -29,8 +29,8 @@ from penstock.partition.plan import Plan, abbreviate
 from penstock.stage.boundary import TensorMeta, shape_text
 from penstock.stage.pytree import as_args, flatten, unflatten
 
-__all__ = ["Elsewhere", "Example", "Split", "SplitSpec", "as_call", "on_shapes"]
-__all__ += ["own_loss", "value_text", "with_elsewhere"]
+__all__ = ["Example", "RemoteTensor", "Split", "SplitSpec", "as_call", "on_shapes"]
+__all__ += ["own_loss", "value_text", "with_remote_kwargs"]
 
 Split: TypeAlias = Plan | Sequence[int] | Sequence[str] | Sequence[Sequence[str]] | str
 """The forms of a user's split."""
@@ -111,20 +111,20 @@ class SplitSpec:
 # --- calls --------------------------------------------------------------------------------------
 
 
-class Elsewhere:
+class RemoteTensor:
     """In the first stage's call, a tensor that another rank passes to its own stages."""
 
     def __init__(self, meta: TensorMeta) -> None:
         self.meta = meta
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Elsewhere) and self.meta == other.meta
+        return isinstance(other, RemoteTensor) and self.meta == other.meta
 
     def __hash__(self) -> int:
         return hash(self.meta)
 
 
-def with_elsewhere(
+def with_remote_kwargs(
     forward: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], others: Any
 ) -> dict[str, Any]:
     """The keyword arguments of a call, with those of other ranks that it lacks."""
@@ -133,9 +133,9 @@ def with_elsewhere(
 
 
 def on_shapes(call: Any) -> tuple[Any, tuple[int, ...]]:
-    """A call with tensors on the meta device for those elsewhere, and the indices of these."""
+    """A call with its remote tensors on the meta device, and their indices."""
     leaves, tree = flatten(call)
-    found = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Elsewhere))
+    found = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor))
     for i in found:
         meta = leaves[i].meta
         leaves[i] = meta.unpack(torch.empty(meta.wire_shape, dtype=meta.dtype, device="meta"))

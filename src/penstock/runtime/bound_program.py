@@ -23,7 +23,7 @@ from penstock.runtime.loss import needs_target
 from penstock.runtime.overlap import PairFunction
 from penstock.runtime.shape_ids import (
     MAX_SHAPES,
-    KwargsElsewhere,
+    RemoteKwargs,
     condition_id,
     inputs_id,
     shape_ids,
@@ -54,13 +54,13 @@ class BoundProgram:
         config: RunConfig,
         stages: Mapping[int, Stage],
         transports: Sequence[Transport],
-        elsewhere: KwargsElsewhere,
+        remote_kwargs: RemoteKwargs,
         pair_function: PairFunction | None = None,
         *,
         train: bool,
     ) -> None:
         self.program, self.train = program, train
-        self._elsewhere = elsewhere
+        self._remote_kwargs = remote_kwargs
         self._config, self._stages, self._transports = config, stages, transports
         self._is_single_process = len(transports) == program.num_ranks
         placement = program.placement
@@ -110,7 +110,7 @@ class BoundProgram:
             assert step.args is not None
             inputs = inputs_id(step.args, step.kwargs, number)
         me, stages = self._transports[0].rank, self._stages.values()
-        kwargs_here = self._elsewhere.describe(me, conditions, kwargs, stages)
+        kwargs_here = self._remote_kwargs.describe(me, conditions, kwargs, stages)
         return BatchFacts(
             conditions, step.num_with_rows, inputs, step.reduces, step.rows, kwargs_here
         )
@@ -118,13 +118,13 @@ class BoundProgram:
     def begin(self, step: StepState, facts: Sequence[BatchFacts], number: int) -> None:
         """Begin the step of this number: broadcast its shape ids and its seed."""
         transport, ids = self._transports[0], step.shape_ids
-        self._elsewhere.note(facts)
+        self._remote_kwargs.note(facts)
         if self._enters:
             assert step.args is not None
             conditions = [each.conditions for each in facts]
             ids = shape_ids(step.args, step.kwargs, conditions, number)
             first = next(i for i in self.program.placement.entries if i in self._stages)
-            self._elsewhere.complete(step, facts, self._stages[first])
+            self._remote_kwargs.complete(step, facts, self._stages[first])
         # Drawn on every rank, so that the generators stay alike; the first rank's counts.
         seed = draw_step_seed() if self.train and self._config.microbatch_rng else 0
         sent = transport.broadcast_ints([seed, *ids], self._entry_ranks[0])

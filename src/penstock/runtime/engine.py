@@ -34,7 +34,7 @@ from penstock.runtime.config import RunConfig
 from penstock.runtime.executor import BoundAction, merge_spans
 from penstock.runtime.microbatch import inputs_digest
 from penstock.runtime.overlap import PairFunction
-from penstock.runtime.shape_ids import KwargsElsewhere
+from penstock.runtime.shape_ids import RemoteKwargs
 from penstock.runtime.step import StepState
 from penstock.schedule.check import check
 from penstock.schedule.passes import forward_only, keep_microbatches, lower
@@ -106,7 +106,7 @@ class Engine:
         # By train, and the number of microbatches with rows.
         self._bound: dict[tuple[bool, int], BoundProgram] = {}
         self._find_replicas()
-        self._elsewhere = KwargsElsewhere()
+        self._remote_kwargs = RemoteKwargs()
         self._pair_function = pair_function
         self._eval, self._train = (self._bind(t, program.num_microbatches) for t in (False, True))
         self._last = self._train
@@ -123,7 +123,7 @@ class Engine:
         """The bound program of so many microbatches, made once."""
         key = train, num_microbatches
         if key not in self._bound:
-            shared = self.config, self.stages, self.transports, self._elsewhere
+            shared = self.config, self.stages, self.transports, self._remote_kwargs
             pairs = self._pair_function if train else None
             self._bound[key] = BoundProgram(self._lowered(*key), *shared, pairs, train=train)
         return self._bound[key]

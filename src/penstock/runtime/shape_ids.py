@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.partition.spec import Elsewhere
+from penstock.partition.spec import RemoteTensor
 from penstock.runtime.comm.agreement import BatchFacts
 from penstock.runtime.step import StepState
 from penstock.stage.boundary import BoundarySpec, TensorMeta, describe
@@ -27,7 +27,7 @@ from penstock.stage.pytree import flatten, is_plain, unflatten
 from penstock.stage.stage import Stage
 from penstock.stage.wrappers import unwrapped
 
-__all__ = ["MAX_SHAPES", "KwargsElsewhere", "condition_id", "inputs_id", "shape_ids"]
+__all__ = ["MAX_SHAPES", "RemoteKwargs", "condition_id", "inputs_id", "shape_ids"]
 
 # After so many ids all are forgotten, on all ranks at the same step.
 MAX_SHAPES = 4096
@@ -72,7 +72,7 @@ def inputs_id(
     return _digest([_key(*call, step) for call in zip(args, kwargs, strict=True)]) >> 31 | 1
 
 
-class KwargsElsewhere:
+class RemoteKwargs:
     """The keyword arguments of every rank but the first stage's, described once per conditions."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ def _is_describable(value: Any) -> bool:
 def _stubs(encoded: str) -> dict[str, Any]:
     """Keyword arguments as described, with stubs of tensors."""
     spec = BoundarySpec.decode(encoded.encode())
-    leaves = [Elsewhere(leaf) if isinstance(leaf, TensorMeta) else leaf for leaf in spec.leaves]
+    leaves = [RemoteTensor(leaf) if isinstance(leaf, TensorMeta) else leaf for leaf in spec.leaves]
     (kwargs,) = unflatten(spec.tree, leaves)
     return dict(kwargs)
 

@@ -28,7 +28,7 @@ from penstock.partition.balance.costs import BlockCosts, Profile
 __all__ = ["Balance", "balance"]
 
 # Sums of the same numbers in another order differ in their last bits.
-MORE = 1 + 1e-12
+ROUNDING = 1 + 1e-12
 BlockTimes: TypeAlias = Profile | Sequence[BlockCosts] | Sequence[float]
 Array: TypeAlias = npt.NDArray[np.float64]
 
@@ -115,7 +115,7 @@ def balance(
             f"least that works is {least}; or make more stages, or smaller microbatches, or "
             "recompute activations"
         )
-    stages = list(pairwise(_most_even(loads, bottleneck * MORE)))
+    stages = list(pairwise(_most_even(loads, bottleneck * ROUNDING)))
     return Balance(
         counts=tuple(j - i for i, j in stages),
         time_s=tuple(float(spans[stage]) for stage in stages),

@@ -27,8 +27,9 @@ from penstock.simulate.simulation import simulate
 
 __all__ = ["balance_for", "rank_times", "stage_costs", "step_s"]
 
-# Budgets of the local searches, in simulated actions and in loads of stages: about a second.
-MOVING = 200_000
+# Budgets of the local searches, about a second each.
+MAX_STAGE_LOADS = 200_000
+MAX_SIMULATED_ACTIONS = 200_000
 
 
 def balance_for(measured: Profile, program: Program) -> tuple[int, ...]:
@@ -55,9 +56,9 @@ def balance_for(measured: Profile, program: Program) -> tuple[int, ...]:
     def step(counts: Sequence[int]) -> float:
         return step_s(measured, counts, program)
 
-    by_rank = _move_blocks(counts, busiest, MOVING // placement.num_stages)
+    by_rank = _move_blocks(counts, busiest, MAX_STAGE_LOADS // placement.num_stages)
     best = min((counts, by_rank), key=step)
-    return _move_blocks(best, step, MOVING // sum(1 for _ in program.actions()))
+    return _move_blocks(best, step, MAX_SIMULATED_ACTIONS // sum(1 for _ in program.actions()))
 
 
 def _move_blocks(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, PartitionError
 from penstock.partition.forward.module_state import tensors_in
-from penstock.partition.spec import Elsewhere, on_shapes, own_loss
+from penstock.partition.spec import RemoteTensor, on_shapes, own_loss
 from penstock.stage.pytree import flatten, is_plain, unflatten
 
 __all__ = ["CallForm", "OutputForm"]
@@ -82,7 +82,7 @@ class CallForm:
         return bound.args, bound.kwargs
 
     def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor | None]:
-        """The tensors of a call, in the order of ``names``; None for those that are elsewhere.
+        """The tensors of a call, in the order of ``names``; None for remote ones.
 
         Raises:
             BoundaryError: the call differs from the example in more than the values of tensors
@@ -105,14 +105,14 @@ class CallForm:
                     f"{expected[1]!r}, which is built into its graph; capture it again with an "
                     "example like this"
                 )
-        leaves, elsewhere = on_shapes(leaves)
+        leaves, remote = on_shapes(leaves)
         tensors = [leaves[i] for i in self._slots]
         shapes = tuple(tensor.shape for tensor in tensors)
         if shapes not in self._checked_shapes:
             if message := self.check(tensors):
                 raise BoundaryError(message)
             self._checked_shapes.add(shapes)
-        return [None if i in elsewhere else leaves[i] for i in self._slots]
+        return [None if i in remote else leaves[i] for i in self._slots]
 
 
 class OutputForm:
@@ -147,7 +147,7 @@ def _filled(fixed: Sequence[Any], slots: Sequence[int], values: Sequence[Any]) -
 
 def _kind(leaf: Any) -> tuple[Any, Any]:
     """The class and dtype of a tensor; the class and value of any other leaf."""
-    if isinstance(leaf, Elsewhere):
+    if isinstance(leaf, RemoteTensor):
         return (Tensor, leaf.meta.dtype)
     return (Tensor, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
 

@@ -20,7 +20,7 @@ from penstock.errors import StageError
 from penstock.partition.export.call_form import CallForm
 from penstock.partition.export.capture import CONSTANTS, Captured
 from penstock.partition.export.graph_cut import GraphCut
-from penstock.partition.spec import with_elsewhere
+from penstock.partition.spec import with_remote_kwargs
 from penstock.partition.ties import named_tensors, names_by_tensor
 from penstock.stage.pytree import flatten
 
@@ -105,7 +105,7 @@ class StageModule(nn.Module):
         code = self._codes.get(self.training)
         if code is None:
             return dict(kwargs)
-        return with_elsewhere(code.form.signature, args, kwargs, others)
+        return with_remote_kwargs(code.form.signature, args, kwargs, others)
 
     def names_used(self) -> set[str]:
         """The names of the parameters, buffers and constants that its graphs use."""
@@ -137,7 +137,7 @@ class StageModule(nn.Module):
 def _completed(
     code: StageCode, values: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """The values with which a stage is called, with this rank's in place of what is elsewhere."""
+    """The values with which a stage is called, with this rank's in place of remote ones."""
     leaves, tree = flatten(dict(kwargs))
     here = {".".join(map(str, path)): leaf for path, leaf in zip(tree.paths(), leaves, strict=True)}
     found = list(values)

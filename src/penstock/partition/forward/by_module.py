@@ -111,9 +111,9 @@ def split_by_module(
         raise type(error)(_with_boundaries(error, leaves, trace)) from error
 
     def make_plan(args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> ForwardPlan:
-        (args, kwargs), elsewhere = on_shapes((args, dict(kwargs)))
+        (args, kwargs), remote = on_shapes((args, dict(kwargs)))
         trace = tracer.run(args, kwargs, training=training)
-        return plan_forward(trace, assignment, elsewhere)
+        return plan_forward(trace, assignment, remote)
 
     places = assignment.stages.items()
     names = tuple(

@@ -54,7 +54,7 @@ class ForwardPlan:
     stages: tuple[int, ...]  # the stage that runs each call
     boundary_values: tuple[tuple[ValueRef, ...], ...]  # per boundary, in order
     # The inputs that cross no boundary, since the ranks whose stages take them pass them.
-    elsewhere: tuple[int, ...] = ()
+    remote_inputs: tuple[int, ...] = ()
 
     def encode(self) -> bytes:
         """The plan as JSON, for ``decode`` on another rank; without what only planning needs."""
@@ -65,13 +65,13 @@ class ForwardPlan:
         ]
         values = [[astuple(ref) for ref in refs] for refs in self.boundary_values]
         inputs = trace.inputs.encode().decode()
-        parts = (inputs, calls, trace.written, trace.draws, self.stages, values, self.elsewhere)
+        parts = (inputs, calls, trace.written, trace.draws, self.stages, values, self.remote_inputs)
         return json.dumps(parts).encode()
 
     @staticmethod
     def decode(data: bytes) -> ForwardPlan:
         """Decode the result of ``encode``."""
-        inputs, calls, written, draws, stages, values, elsewhere = json.loads(data)
+        inputs, calls, written, draws, stages, values, remote_inputs = json.loads(data)
         return ForwardPlan(
             trace=ForwardTrace(
                 inputs=BoundarySpec.decode(inputs.encode()),
@@ -86,12 +86,12 @@ class ForwardPlan:
             boundary_values=tuple(
                 tuple(ValueRef(ValueKind(kind), *rest) for kind, *rest in refs) for refs in values
             ),
-            elsewhere=tuple(elsewhere),
+            remote_inputs=tuple(remote_inputs),
         )
 
 
 def plan_forward(
-    trace: ForwardTrace, assignment: StageAssignment, elsewhere: tuple[int, ...] = ()
+    trace: ForwardTrace, assignment: StageAssignment, remote_inputs: tuple[int, ...] = ()
 ) -> ForwardPlan:
     """Assign a stage to every call, and to every boundary the values that cross it.
 
@@ -125,14 +125,14 @@ def plan_forward(
 
     def crossing(boundary: int) -> tuple[ValueRef, ...]:
         found = (r for r, at in placed.needed.items() if placed.origin(r) <= boundary < max(at))
-        found = (r for r in found if r.kind is not ValueKind.INPUT or r.leaf not in elsewhere)
+        found = (r for r in found if r.kind is not ValueKind.INPUT or r.leaf not in remote_inputs)
         return tuple(sorted(found, key=lambda r: (r.kind, r.call, r.leaf, r.name)))
 
     return ForwardPlan(
         trace=trace,
         stages=tuple(placed.stages),
         boundary_values=tuple(map(crossing, range(assignment.num_stages - 1))),
-        elsewhere=elsewhere,
+        remote_inputs=remote_inputs,
     )
 
 

@@ -41,7 +41,7 @@ from penstock.partition.forward.placeholder import (
 )
 from penstock.partition.forward.stage_tree import StageTree
 from penstock.partition.huggingface import capture_since, mark, replay
-from penstock.partition.spec import with_elsewhere
+from penstock.partition.spec import with_remote_kwargs
 from penstock.stage.boundary import TensorMeta
 from penstock.stage.pytree import flatten, unflatten
 from penstock.stage.rng import random_state, set_random_state
@@ -150,7 +150,7 @@ class ModuleStage(nn.Module):
     ) -> dict[str, Any]:
         """The first stage's keyword arguments, with those of other ranks that the call lacks."""
         forward = inspect.signature(type(self._tree.root).forward)
-        return with_elsewhere(forward, (None, *args), kwargs, others)
+        return with_remote_kwargs(forward, (None, *args), kwargs, others)
 
     def _refuse_unplanned(
         self, beside: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -196,7 +196,7 @@ class _StagePlan:
 
     Attributes:
         encoded: the plan of all stages, with the dtypes of the calls so far, as it is sent.
-        elsewhere: the indices of the model's arguments that other ranks pass to their stages.
+        remote_inputs: the indices of the model's arguments that other ranks pass to their stages.
         floats: the indices of the floats among the model's arguments. They may change at any step,
             so that they cross with the tensors, as one more.
         trace, calls, stages: of that plan.
@@ -212,7 +212,7 @@ class _StagePlan:
         ends = {stage: i + 1 for i, stage in enumerate(plan.stages)}
         self._plan, self.encoded, self.stages = plan, plan.encode(), plan.stages
         self.trace, self.calls = plan.trace, list(plan.trace.calls)
-        self.elsewhere, inputs = plan.elsewhere, plan.trace.inputs
+        self.remote_inputs, inputs = plan.remote_inputs, plan.trace.inputs
         self.floats = tuple(i for i, x in enumerate(inputs.leaves) if isinstance(x, float))
         self._names = [
             ".".join(map(str, path[2:])) if path[1] else f"argument {path[2]}"
@@ -242,14 +242,14 @@ class _StagePlan:
 
     def passed_here(self, beside: Mapping[str, Any]) -> dict[int, Any]:
         """The inputs that no stage sends, by index, among this rank's keyword arguments."""
-        if not self.elsewhere:
+        if not self.remote_inputs:
             return {}
         numbers = list(range(len(self.trace.inputs.leaves)))
         ((_, planned),) = unflatten(self.trace.inputs.tree, numbers)
         found: dict[int, Any] = {}
         for name in beside.keys() & planned.keys():
             found |= zip(flatten(planned[name])[0], flatten(beside[name])[0], strict=True)
-        return {i: found[i] for i in self.elsewhere if isinstance(found.get(i), Tensor)}
+        return {i: found[i] for i in self.remote_inputs if isinstance(found.get(i), Tensor)}
 
     def restored(self, ref: ValueRef, value: Tensor) -> Tensor:
         """A received value in the dtype that its stage computed, since FSDP may cast arguments.
@@ -423,7 +423,7 @@ class _StageCallHandler:
         """Run an own leaf module, and check that it behaves as in the trace."""
         given = flatten((args, kwargs))[0]
         missing = refs_of(given)
-        if any(ref.kind is ValueKind.INPUT and ref.leaf in plan.elsewhere for ref in missing):
+        if any(ref.kind is ValueKind.INPUT and ref.leaf in plan.remote_inputs for ref in missing):
             raise self._error(
                 f"{call.leaf} takes {describe_refs(missing)}, which is passed on another rank; "
                 "pass it on the rank of this stage or of the first"

@@ -33,7 +33,7 @@ __all__ = [
     "collective_call",
     "control_group",
     "from_first_rank",
-    "from_first_row",
+    "from_first_replica",
     "gather_objects",
     "make_transport",
     "measure_link",
@@ -141,7 +141,7 @@ def collective_call(
         transport.close()
 
 
-def from_first_row(group: dist.ProcessGroup, subject: object, make: Callable[[], T]) -> T:
+def from_first_replica(group: dist.ProcessGroup, subject: object, make: Callable[[], T]) -> T:
     """The result of ``make`` in the first pipeline of the job that has one for ``subject``.
 
     Called on one rank of each pipeline. Replicas of a pipeline call it alike over other groups, and
@@ -151,7 +151,7 @@ def from_first_row(group: dist.ProcessGroup, subject: object, make: Callable[[],
     if group.size() == dist.get_world_size():
         return made
     store = store_of(group)
-    name = f"penstock/rows/{hashlib.sha256(repr(subject).encode()).hexdigest()[:16]}"
+    name = f"penstock/replicas/{hashlib.sha256(repr(subject).encode()).hexdigest()[:16]}"
     number = store.add(f"{name}/{dist.get_rank()}", 1)
     text = base64.b85encode(zlib.compress(pickle.dumps(made))).decode()
     first = store.compare_set(f"{name}/made/{number}", "", text)
