@@ -29,10 +29,10 @@ from penstock.partition.balance.for_program import balance_for, stage_costs
 from penstock.partition.plan import split_by_counts
 from penstock.partition.profile import measure_model
 from penstock.partition.spec import SplitSpec
+from penstock.runtime.comm.c10d import control_group
 from penstock.runtime.comm.process_group import (
     Link,
     collective_call,
-    control_group,
     from_first_rank,
     from_first_replica,
     measure_link,

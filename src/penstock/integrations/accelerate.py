@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import StageError
 from penstock.pipeline import Pipeline
-from penstock.runtime.comm.process_group import collective_call, control_group
+from penstock.runtime.comm.c10d import control_group
+from penstock.runtime.comm.process_group import collective_call
 from penstock.training.clip import clip_grad_norm_
 
 __all__ = ["LookAhead", "ModelCall", "PipelinedModel", "ReplicaAccelerator", "StandIn"]

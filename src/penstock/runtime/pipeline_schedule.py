@@ -15,7 +15,6 @@ from penstock.cause import default_group, key_of, publishing_errors
 from penstock.compat.actions import PipelineOrder, order_of, program_from_order
 from penstock.compat.stage import HAND_DRIVEN, PipelineStage
 from penstock.errors import ScheduleError, StageError, folds_tracebacks
-from penstock.runtime.comm.agreement import exclusive_step
 from penstock.runtime.comm.base import Transport
 from penstock.runtime.comm.loopback import loopback
 from penstock.runtime.comm.process_group import make_transport
@@ -34,6 +33,9 @@ __all__ = ["PipelineSchedule", "group_of"]
 # The schedules made per group, by its key: since every rank makes them in the same order, the
 # number is an id.
 _num_made: Counter[str] = Counter()
+
+# The engine and the process group of each running step of this process.
+_running: list[tuple[object, dist.ProcessGroup | None]] = []
 
 
 class PipelineSchedule:
@@ -297,7 +299,7 @@ class PipelineSchedule:
 
         flags = {"keep_outputs": kwargs.get("return_outputs", True)}
         flags["reduces"] = kwargs.pop("finalize_gradients", True)
-        with exclusive_step(engine, self._group), nullcontext() if train else _evaluation():
+        with _exclusive_step(engine, self._group), nullcontext() if train else _evaluation():
             step, computed = engine.run(prepare, train=train, **flags)
         self.losses = splitter.merge_losses(computed)
         self.metrics = step.metrics if splitter.has_last else []
@@ -309,8 +311,31 @@ class PipelineSchedule:
     def trace(self) -> Trace:
         """The trace of the last step on all ranks. A collective call."""
         engine = self.engine
-        with exclusive_step(engine, self._group):
+        with _exclusive_step(engine, self._group):
             return engine.trace()
+
+
+@contextmanager
+def _exclusive_step(engine: object, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Refuse a step of ``engine`` over ``group`` within a step of the same engine or group.
+
+    Raises:
+        ScheduleError: a step of this engine or process group is running.
+    """
+    for running, other in _running:
+        if running is engine or (group is not None and group is other and group.size() > 1):
+            within = "the same pipeline" if running is engine else "another one over the same ranks"
+            raise ScheduleError(
+                f"step() or eval() was called within a step of {within} (in a loss function, a "
+                "hook or a module), where other ranks do not join and microbatches' state is in "
+                "use: call it before, and pass its result as target= or loss_kwargs="
+            )
+    entry = (engine, group)
+    _running.append(entry)
+    try:
+        yield
+    finally:
+        _running.remove(entry)
 
 
 @contextmanager

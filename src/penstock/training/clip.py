@@ -17,7 +17,8 @@ from torch import Tensor
 from penstock.cause import own_group
 from penstock.errors import StageError
 from penstock.parallel.shared_params import shared_params_of
-from penstock.runtime.comm.process_group import collective_call, control_group, gather_objects
+from penstock.runtime.comm.c10d import control_group
+from penstock.runtime.comm.process_group import collective_call, gather_objects
 from penstock.stage.device_streams import indexed
 from penstock.stage.dtensor import full_tensor, is_dtensor
 

@@ -20,7 +20,8 @@ from torch.nn.parameter import is_lazy
 from penstock.errors import PartitionError
 from penstock.partition.plan import abbreviate
 from penstock.partition.ties import Tie, all_names, first_name
-from penstock.runtime.comm.process_group import collective_call, control_group, gather_objects
+from penstock.runtime.comm.c10d import control_group
+from penstock.runtime.comm.process_group import collective_call, gather_objects
 from penstock.schedule.placement import Placement
 from penstock.stage.dtensor import full_tensor, sharded_like
 from penstock.stage.stage import Stage

@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock.cause import as_error, cause_of, decode_failure, encode_failure
@@ -19,7 +17,7 @@ from penstock.errors import InternalError, ScheduleError, StageError, Where
 from penstock.runtime.comm.base import Transport
 from penstock.schedule.wording import runs_of
 
-__all__ = ["BatchFacts", "check_consistent", "digest", "exclusive_step"]
+__all__ = ["BatchFacts", "check_consistent", "digest"]
 __all__ += ["gather_batch_facts", "INLINE_BYTES", "pack_header", "unpack_headers"]
 
 _log = logging.getLogger(__name__)
@@ -203,30 +201,3 @@ def unpack_headers(headers: Sequence[Tensor]) -> list[tuple[int, bytes]]:
             error.where = Where(rank=alone[0])
         raise error
     return [(int.from_bytes(p[:LENGTH_BYTES]), p[begin:]) for p in packed]
-
-
-# The engine and the process group of each running step of this process.
-_running: list[tuple[object, dist.ProcessGroup | None]] = []
-
-
-@contextmanager
-def exclusive_step(engine: object, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Refuse a step of ``engine`` over ``group`` within a step of the same engine or group.
-
-    Raises:
-        ScheduleError: a step of this engine or process group is running.
-    """
-    for running, other in _running:
-        if running is engine or (group is not None and group is other and group.size() > 1):
-            within = "the same pipeline" if running is engine else "another one over the same ranks"
-            raise ScheduleError(
-                f"step() or eval() was called within a step of {within} (in a loss function, a "
-                "hook or a module), where other ranks do not join and microbatches' state is in "
-                "use: call it before, and pass its result as target= or loss_kwargs="
-            )
-    entry = (engine, group)
-    _running.append(entry)
-    try:
-        yield
-    finally:
-        _running.remove(entry)

@@ -31,7 +31,6 @@ __all__ = [
     "Link",
     "chosen_device",
     "collective_call",
-    "control_group",
     "from_first_rank",
     "from_first_replica",
     "gather_objects",
