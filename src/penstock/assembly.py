@@ -54,7 +54,7 @@ class Assembly:
 
 def assemble(spec: PipelineSpec) -> Assembly:
     """Choose a program, split the model, and make this process's stages; raises as ``Pipeline``."""
-    model, where, forecast = spec.model, None, None
+    model = spec.model
     if not isinstance(model, nn.Module | Sequence):
         raise PartitionError(
             f"the model is a {type(model).__name__}, expected a module, a list of modules, or a "
@@ -63,31 +63,7 @@ def assemble(spec: PipelineSpec) -> Assembly:
     if isinstance(model, nn.Sequential | Sequence) and not len(model):
         what = "nn.Sequential" if isinstance(model, nn.Module) else "list of modules or stages"
         raise PartitionError(f"the {what} is empty: there is nothing to run")
-    if spec.split is not None:
-        where = SplitSpec.parse(spec.split, sequence=is_sequence(model))
-    schedule = load_csv(spec.schedule) if isinstance(spec.schedule, os.PathLike) else spec.schedule
-    if schedule == "auto":
-        from penstock.auto import find_program  # imports the search
-
-        num_stages = _num_stages(model, where, copies=1)
-        schedule, where, forecast = find_program(spec, where, num_stages)
-    elif spec.memory_limit is not None:
-        raise ScheduleError(
-            f"memory_limit={spec.memory_limit:g} is for schedule='auto'; a named schedule holds "
-            "a fixed number of microbatches"
-        )
-    program = choose_program(
-        schedule,
-        num_stages=_num_stages(model, where, directions_of(schedule)),
-        n_microbatches=spec.n_microbatches,
-        ranks=spec.ranks,
-        virtual=spec.virtual,
-        world=None if spec.group is None else spec.group.size(),
-    )
-    if where is not None and where.auto:
-        from penstock.auto import balance_stages
-
-        where, forecast = balance_stages(spec, program)
+    program, split, forecast = _choose(spec)
     local: Sequence[int] = range(program.num_stages)
     if spec.group is not None:
         local = program.placement.stages_of(spec.group.rank())
@@ -106,7 +82,7 @@ def assemble(spec: PipelineSpec) -> Assembly:
             layout = _layout(cut.modules)
         ties = spec.shared or stages[0].ties or find_ties(cut.modules)
     else:
-        cut, number = _cut(spec, where, program), program.placement.model_stage
+        cut, number = _cut(spec, split, program), program.placement.model_stage
         layout, ties = _layout(cut.modules), [*spec.shared, *find_ties(cut.modules)]
         mine = {number(i): cut.modules[number(i)] for i in local}
         roots = [model] if isinstance(model, nn.Module) else model
@@ -126,6 +102,37 @@ def assemble(spec: PipelineSpec) -> Assembly:
         takes_model_call=cut.whole_call,
         shared_buffers=SharedBuffers(dict(enumerate(cut.modules))) if cut.modules else None,
     )
+
+
+def _choose(spec: PipelineSpec) -> tuple[Program, SplitSpec | None, Forecast | None]:
+    """The program, the split of the model, and a forecast where the model was measured."""
+    model, split, forecast = spec.model, None, None
+    if spec.split is not None:
+        split = SplitSpec.parse(spec.split, sequence=is_sequence(model))
+    schedule = load_csv(spec.schedule) if isinstance(spec.schedule, os.PathLike) else spec.schedule
+    if schedule == "auto":
+        from penstock.auto import find_program  # imports the search
+
+        num_stages = _num_stages(model, split, copies=1)
+        schedule, split, forecast = find_program(spec, split, num_stages)
+    elif spec.memory_limit is not None:
+        raise ScheduleError(
+            f"memory_limit={spec.memory_limit:g} is for schedule='auto'; a named schedule holds "
+            "a fixed number of microbatches"
+        )
+    program = choose_program(
+        schedule,
+        num_stages=_num_stages(model, split, directions_of(schedule)),
+        n_microbatches=spec.n_microbatches,
+        ranks=spec.ranks,
+        virtual=spec.virtual,
+        world=None if spec.group is None else spec.group.size(),
+    )
+    if split is not None and split.auto:
+        from penstock.auto import balance_stages
+
+        split, forecast = balance_stages(spec, program)
+    return program, split, forecast
 
 
 def _cut(spec: PipelineSpec, split: SplitSpec | None, program: Program) -> ModelCut:

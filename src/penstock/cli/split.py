@@ -83,26 +83,19 @@ def split(
             measured, stages, memory_limit, in_flight=in_flight, state_factor=state_factor
         )
         counts, held = found.counts, found.held_bytes if memory_limit is not None else None
-    what, made = ("stage", "the slowest stage") if program is None else ("rank", program.name)
-    plan = measured.plan(counts, made=f"balanced for {made}")
+    balanced_for = "the slowest stage" if program is None else program.name
+    plan = measured.plan(counts, made=f"balanced for {balanced_for}")
     if output is not None:
         plan.save(output)
     if as_json:
         typer.echo(json.dumps(plan.to_dict(), indent=2))
         return
-    rows = list(_rows(measured, counts, None if program is None else placement, held))
-    sizes = numbers_of(block=len(measured.blocks), stage=stages)
-    shown = out.table(*rows[0], numbers=_NUMBERS, title=f"{plan.model}: {sizes}")
-    for row in rows:
-        shown.add_row(*row.values())
-    out.print_table(shown)
-    times = rank_times(measured, counts, placement)
-    slowest_s, mean_s = max(times), sum(times) / len(times)
-    out.console().print(
-        f"slowest {what} [bold]{out.seconds_text(slowest_s)}[/] per microbatch, forward and "
-        f"backward; {slowest_s / mean_s - 1:.2%} above the mean of all {what}s",
-        soft_wrap=True,
+    rows = _rows(measured, counts, None if program is None else placement, held)
+    _print_table(
+        list(rows), f"{plan.model}: {numbers_of(block=len(measured.blocks), stage=stages)}"
     )
+    times = rank_times(measured, counts, placement)
+    _print_slowest(times, "stage" if program is None else "rank")
     out.console().print(plan.made, markup=False, soft_wrap=True, style="dim")
     if output is not None:
         typer.echo(f"wrote {output}")
@@ -114,6 +107,22 @@ def _measure(request: ModelRequest, runs: int) -> Profile:
     model, example = load_model(request)
     with out.console(error=True).status("measuring"):
         return profile(model, example, runs=runs)
+
+
+def _print_table(rows: Sequence[dict[str, str]], title: str) -> None:
+    shown = out.table(*rows[0], numbers=_NUMBERS, title=title)
+    for row in rows:
+        shown.add_row(*row.values())
+    out.print_table(shown)
+
+
+def _print_slowest(times: Sequence[float], what: str) -> None:
+    slowest_s, mean_s = max(times), sum(times) / len(times)
+    out.console().print(
+        f"slowest {what} [bold]{out.seconds_text(slowest_s)}[/] per microbatch, forward and "
+        f"backward; {slowest_s / mean_s - 1:.2%} above the mean of all {what}s",
+        soft_wrap=True,
+    )
 
 
 def _rows(

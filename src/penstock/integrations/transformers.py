@@ -124,7 +124,7 @@ class PipelineTrainer(Trainer):
             for stage in pipe.stages if replicas is not None else ():
                 if any(param.requires_grad for param in stage.submod.parameters()):
                     stage.submod = DistributedDataParallel(
-                        stage.submod, process_group=column, **options
+                        stage.submod, process_group=replicas, **options
                     )
             self._pipelined = PipelinedModel(pipe, self.model, self.accelerator)
             self.accelerator.pipelined = self._pipelined

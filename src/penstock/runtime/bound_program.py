@@ -21,13 +21,7 @@ from penstock.runtime.config import RunConfig
 from penstock.runtime.executor import BoundAction, Executor
 from penstock.runtime.loss import needs_target
 from penstock.runtime.overlap import PairFunction
-from penstock.runtime.shape_ids import (
-    MAX_SHAPES,
-    RemoteKwargs,
-    condition_id,
-    inputs_id,
-    shape_ids,
-)
+from penstock.runtime.shape_ids import MAX_SHAPES, RemoteKwargs, condition_id, inputs_id, shape_ids
 from penstock.runtime.stage_runner import Neighbor, StageRunner
 from penstock.runtime.step import StepState
 from penstock.schedule.action import Overlap

@@ -237,17 +237,7 @@ class ForwardTracer:
             for each, before in zip(leaves, tensors, strict=True)
             if not are_same(tensors_in(each), before)
         ]
-        if fills or filled:
-            raise PartitionError(
-                f"{leaf} writes tensors into the {(*filled, 'list or dict')[0]} that it is called "
-                "with, which its other users, on other stages, would not see; have it return them, "
-                "or leave it out (use_cache=False, for instance)"
-            )
-        for name in changes.filled:
-            raise PartitionError(
-                f"{leaf} puts tensors into its attribute {name}, a container that modules on "
-                "other stages may hold too, where they would not see it; have it return them"
-            )
+        _refuse_filled(leaf, filled + ["list or dict"] * fills, changes)
         output: Any = map_tensors(on_meta, ((result, capture_since(marked)),))
         index = len(self._calls)
         self._calls.append(
@@ -312,6 +302,22 @@ class ForwardTracer:
         made = PlaceholderTensor.of(on_meta(tensor), self._device, *refs)
         is_param = isinstance(tensor, nn.Parameter)
         return nn.Parameter(made, requires_grad=False) if is_param else made
+
+
+def _refuse_filled(leaf: str, filled: Sequence[str], changes: StateChanges) -> None:
+    """Refuse a leaf module that puts tensors into containers: its arguments, by the names of their
+    classes, or its attributes."""
+    if filled:
+        raise PartitionError(
+            f"{leaf} writes tensors into the {filled[0]} that it is called with, which its other "
+            "users, on other stages, would not see; have it return them, or leave it out "
+            "(use_cache=False, for instance)"
+        )
+    for name in changes.filled:
+        raise PartitionError(
+            f"{leaf} puts tensors into its attribute {name}, a container that modules on other "
+            "stages may hold too, where they would not see it; have it return them"
+        )
 
 
 def _call_copy(
