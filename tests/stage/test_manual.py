@@ -541,7 +541,7 @@ def test_static_shapes_are_checked() -> None:
     with pytest.raises(BoundaryError, match=r"output 0 is float32\[3,5\].*expected .*\[2,5\]"):
         first.forward_one_chunk(0, (torch.ones(3, DIM),))
     with pytest.raises(
-        BoundaryError, match=r"input is .*\(3, 5\), expected .*\(2, 5\) as input_args"
+        BoundaryError, match=r"input is .*\[3,5\], expected .*\[2,5\] as input_args"
     ):
         last.set_local_fwd_input(torch.ones(3, DIM), 0)
     out = first.forward_one_chunk(1, (torch.ones(2, DIM),))
