@@ -58,7 +58,7 @@ def test_an_id_is_of_shapes_values_and_conditions() -> None:
     assert number(what) == number(what) != number(what, step=1)
 
 
-def test_keyword_arguments_elsewhere_are_conditions() -> None:
+def test_remote_keyword_arguments_are_conditions() -> None:
     def number(step: int, *kwargs: dict[str, torch.Tensor]) -> int:
         return condition_id([], torch.device("cpu"), kwargs, step)
 
@@ -75,11 +75,11 @@ class Completed(nn.Module):
         return {**kwargs, **others}
 
 
-def test_keyword_arguments_elsewhere_are_forgotten_between_steps(
+def test_remote_keyword_arguments_are_forgotten_between_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ids, "MAX_SHAPES", 2)
-    first, last = ids.KwargsElsewhere(), ids.KwargsElsewhere()
+    first, last = ids.RemoteKwargs(), ids.RemoteKwargs()
     stage = PipelineStage(Completed(), 0, 1, torch.device("cpu"))
     for length in (3, 4, 3, 5, 6, 5, 3):
         told = last.describe(1, length, [{"labels": torch.ones(length)}], [stage])
