@@ -3,6 +3,7 @@
 The failed rank appends a ``Cause`` to the list; the other ranks read and raise it
 (``runtime/failure.py``). A rank that fails before its schedule exists does the same
 (``publishing_errors``), since its peers already wait for it in their first step.
+Also the lookups of process groups, their store and its keys, which the layers above share.
 """
 
 from __future__ import annotations
