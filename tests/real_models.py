@@ -18,7 +18,9 @@ from torch.nn import functional as F
 
 __all__ = ["REAL_MODELS", "RealModel", "own_loss"]
 
-VOCABULARY, LENGTH, LAYERS, CLASSES = 64, 6, 4, 5
+VOCABULARY, LENGTH, CLASSES = 64, 6, 5
+# Of most models; of a few, whose stages have several.
+LAYERS, MORE_LAYERS = 2, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,10 @@ class RealModel:
         """The model, its parameters drawn from ``seed``; no dropout, in training mode."""
         torch.manual_seed(seed)
         return self.make().train()
+
+    def split(self, stages: int) -> tuple[str, ...] | None:
+        """Where to cut into up to four stages; None where there is a block for each."""
+        return (*self.trunk, self.head)[1 - stages :] if stages > len(self.trunk) else None
 
     def example(self, rows: int = 4, seed: int = 0) -> dict[str, Any]:
         """The keyword arguments of one batch."""
@@ -121,7 +127,7 @@ def causal(name: str, config: str, model: str, **options: Any) -> RealModel:
         name=name,
         make=hugging_face(config, model, **(GROUPED | options)),
         batch=text,
-        trunk=blocks("model.layers"),
+        trunk=blocks("model.layers", options.get("num_hidden_layers", LAYERS)),
         head="lm_head",
     )
 
@@ -252,7 +258,7 @@ def photos(rows: int, generator: torch.Generator) -> dict[str, Any]:
 GPT2 = {
     "vocab_size": VOCABULARY,
     "n_embd": 32,
-    "n_layer": LAYERS,
+    "n_layer": MORE_LAYERS,
     "n_head": 4,
     "n_positions": 32,
     "resid_pdrop": 0.0,
@@ -320,10 +326,10 @@ ALL = (
         name="gpt2",
         make=hugging_face("GPT2Config", "GPT2LMHeadModel", **GPT2),
         batch=text,
-        trunk=blocks("transformer.h"),
+        trunk=blocks("transformer.h", MORE_LAYERS),
         head="lm_head",
     ),
-    causal("llama", "LlamaConfig", "LlamaForCausalLM"),
+    causal("llama", "LlamaConfig", "LlamaForCausalLM", num_hidden_layers=MORE_LAYERS),
     causal("mistral", "MistralConfig", "MistralForCausalLM"),
     causal("qwen2", "Qwen2Config", "Qwen2ForCausalLM"),
     causal("gemma", "GemmaConfig", "GemmaForCausalLM", head_dim=8),
@@ -345,9 +351,11 @@ ALL = (
     ),
     RealModel(
         name="bert",
-        make=hugging_face("BertConfig", "BertForMaskedLM", **ENCODER),
+        make=hugging_face(
+            "BertConfig", "BertForMaskedLM", **ENCODER | {"num_hidden_layers": MORE_LAYERS}
+        ),
         batch=text,
-        trunk=blocks("bert.encoder.layer"),
+        trunk=blocks("bert.encoder.layer", MORE_LAYERS),
         head="cls",
     ),
     RealModel(

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline, PipelineStage, split_by_module
+from penstock.schedule.registry import family
 from penstock.stage.dtensor import full_tensor
 from tests.agreement import ROUNDING
 from tests.compare import assert_same, plain_step, snapshot
@@ -33,7 +34,12 @@ def _train(rank: int, name: str, schedule: str) -> list[str]:
     model = case.model()
     plain = copy.deepcopy(model)
     pipe = Pipeline(
-        model, example=case.example(), schedule=schedule, n_microbatches=4, timeout_s=TIMEOUT_S
+        model,
+        example=case.example(),
+        schedule=schedule,
+        split=case.split(2 * family(schedule).default_virtual),
+        n_microbatches=4,
+        timeout_s=TIMEOUT_S,
     )
     pipe.train(False)
     with torch.inference_mode():

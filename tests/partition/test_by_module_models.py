@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock import Pipeline
+from penstock.schedule.registry import family
 from tests.agreement import ROUNDING
 from tests.compare import Tolerance, assert_same, plain_step, snapshot
 from tests.real_models import REAL_MODELS, own_loss
@@ -46,6 +47,7 @@ def test_trains_as_the_plain_model(name: str) -> None:
             schedule=schedule,
             ranks=ranks,
             n_microbatches=NUM_MICROBATCHES,
+            split=case.split(ranks * family(schedule).default_virtual),
         )
         loss = pipe.step(**batch)
         assert loss is not None
@@ -61,7 +63,8 @@ def test_evaluates_as_the_plain_model(name: str) -> None:
     case = REAL_MODELS[name]
     batch: dict[str, Any] = case.example(rows=4, seed=2)
     model = case.model()
-    pipe = Pipeline(model, example=case.example(), ranks=3, n_microbatches=2).train(False)
+    options: Any = {"ranks": 3, "split": case.split(3), "n_microbatches": 2}
+    pipe = Pipeline(model, example=case.example(), **options).train(False)
     if name in ("t5", "bart"):
         batch["decoder_input_ids"] = batch.pop("labels")
     elif name not in ("resnet50", "unet"):
