@@ -25,7 +25,7 @@ class Scores(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.llama: Any = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 2})).eval()
+        self.llama: Any = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
         self.llama.config.use_cache = False
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
@@ -40,15 +40,15 @@ SIZES: dict[str, Any] = {
 }
 
 
-def llama(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**SIZES))
+def llama(layers: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": layers}))
 
 
 def gpt2(dropout: float = 0.0) -> nn.Module:
     """Its head is its embedding."""
     torch.manual_seed(0)
-    sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32}
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **tokens, **dropouts))
@@ -132,7 +132,11 @@ _BEST: dict[str, Any] = {
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "llama": (_SAVES | _EVERY, {}, {}),
     "tied": (_SAVES, {"model": lambda: gpt2()}, {}),
-    "zbv": ({"lr_scheduler_type": "cosine", "warmup_steps": 2}, {}, {"schedule": "zbv"}),
+    "zbv": (
+        {"lr_scheduler_type": "cosine", "warmup_steps": 2},
+        {"model": lambda: llama(4)},
+        {"schedule": "zbv"},
+    ),
     "bf16": (_UNCLIPPED | _EVERY | {"bf16": True}, {}, {}),
     "lora": (_SAVES | {"learning_rate": 0.05}, {"model": lora}, {}),
     "smoothing": ({"label_smoothing_factor": 0.1} | _EVERY, {}, {}),
