@@ -49,7 +49,7 @@ def check_told(program: Program) -> None:
 
     The dependencies are followed through the program itself: rank order, and each message.
     """
-    placement = program.placement
+    placement, where = program.placement, places(program)
     for rank, steps in enumerate(program.ranks):
         sent: dict[int, list[Action]] = {}
         for act in (a for step in steps for a in step.parts):
@@ -58,7 +58,7 @@ def check_told(program: Program) -> None:
                 sent.setdefault(placement.rank_of(act.stage + offset), []).append(act)
         for act, count in acknowledgements(program, rank).items():
             peer = source_rank(act, program)
-            ancestors = everything_before(act, program)
+            ancestors = everything_before(act, program, where)
             for send in sent.get(peer, [])[:count]:
                 # Some later or equal message of that edge was consumed before `act` could be.
                 position = sent[peer].index(send)
@@ -77,24 +77,28 @@ def consumer(send: Action) -> set[Action]:
     return {action(send.stage - 1, op, send.microbatch) for op in kinds}
 
 
-def everything_before(act: Action, program: Program) -> set[Action]:
+def places(program: Program) -> dict[Action, tuple[int, int]]:
+    """Of each action, its rank and the number of its step."""
+    ranks = enumerate(program.ranks)
+    return {a: (rank, i) for rank, steps in ranks for i, st in enumerate(steps) for a in st.parts}
+
+
+def everything_before(
+    act: Action, program: Program, steps: dict[Action, tuple[int, int]]
+) -> set[Action]:
     """All actions that end before ``act`` can begin, whatever the ranks' speeds."""
-    steps = {
-        a: (r, i) for r, s in enumerate(program.ranks) for i, st in enumerate(s) for a in st.parts
-    }
     found: set[Action] = set()
     todo = [act]
     while todo:
         now = todo.pop()
         rank, index = steps[now]
-        earlier = [a for st in program.ranks[rank][:index] for a in st.parts]
-        waits: list[Action] = []
-        for each in [now, *earlier]:
-            if each.op is Op.FORWARD and each.stage > 0:
-                waits.append(action(each.stage - 1, Op.SEND_F, each.microbatch))
-            if each.op in (Op.FULL_BACKWARD, Op.INPUT_GRAD):
-                waits.append(action(each.stage + 1, Op.SEND_B, each.microbatch))
-        for each in [*earlier, *waits]:
+        # The step before, which has others before it.
+        before = [a for step in program.ranks[rank][max(0, index - 1) : index] for a in step.parts]
+        if now.op is Op.FORWARD and now.stage > 0:
+            before.append(action(now.stage - 1, Op.SEND_F, now.microbatch))
+        if now.op in (Op.FULL_BACKWARD, Op.INPUT_GRAD):
+            before.append(action(now.stage + 1, Op.SEND_B, now.microbatch))
+        for each in before:
             if each in steps and each not in found:
                 found.add(each)
                 todo.append(each)
@@ -106,4 +110,4 @@ def test_the_order_of_one_process_agrees() -> None:
     program = lower(build("interleaved-1f1b", ranks=2, microbatches=3))
     place = {a: i for i, (_, st) in enumerate(global_order(program)) for a in st.parts}
     for act in acknowledgements(program, 0):
-        assert all(place[earlier] < place[act] for earlier in everything_before(act, program))
+        assert all(place[b] < place[act] for b in everything_before(act, program, places(program)))
