@@ -52,7 +52,7 @@ def schedules(ranks: int) -> tuple[str, ...]:
 def plans(ranks: int) -> list[Plan]:
     """Schedules with several models, stages and microbatches, and all inputs or fewest."""
     made = []
-    for schedule in schedules(ranks):
+    for number, schedule in enumerate(schedules(ranks)):
         each = family(schedule)
         virtuals = [
             virtual
@@ -61,7 +61,10 @@ def plans(ranks: int) -> list[Plan]:
         ]
         for i, virtual in enumerate(virtuals):
             for j, mbs in enumerate((ranks - 1 or 3, ranks + 1)):
-                made.append(Plan("mlp", schedule, virtual, mbs, (i + j) % 2 == 0))
+                # Of several numbers of stages, each with one of microbatches, in turn.
+                if len(virtuals) == 1 or (number + i + j) % 2 == 0:
+                    all_inputs = (j if len(virtuals) == 1 else i) % 2 == 0
+                    made.append(Plan("mlp", schedule, virtual, mbs, all_inputs))
         made.append(Plan("gpt", schedule, each.default_virtual, 3, False))
         if ranks == 2 and schedule in TELLING:
             made.append(Plan("convnet", schedule, each.default_virtual, 4, True))

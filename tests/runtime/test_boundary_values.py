@@ -15,14 +15,19 @@ from tests.compare import plain_step
 from tests.crossings import CROSSINGS, SUMMED, crossing_model
 from tests.models import DIM, features, mlp
 
-PLACES = pytest.mark.parametrize(
-    ("schedule", "ranks"), [("gpipe", 4), ("zbv", 2), ("looped-bfs", 2)]
+SCHEDULES = [("gpipe", 4), ("zbv", 2), ("looped-bfs", 2)]
+PLACES = pytest.mark.parametrize(("schedule", "ranks"), SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "ranks", "dynamic_shapes"),
+    # Each value under every schedule, and with both settings, as is each schedule.
+    [
+        (name, schedule, ranks, (i + j) % 2 == 1)
+        for i, name in enumerate(CROSSINGS)
+        for j, (schedule, ranks) in enumerate(SCHEDULES)
+    ],
 )
-
-
-@PLACES
-@pytest.mark.parametrize("name", CROSSINGS)
-@pytest.mark.parametrize("dynamic_shapes", [False, True])
 def test_boundary_values(name: str, schedule: str, ranks: int, dynamic_shapes: bool) -> None:
     both = Twins(
         crossing_model(name),

@@ -18,12 +18,15 @@ from penstock.schedule.registry import family
 from tests.agreement import BIDIRECTIONAL, ROUNDING, Twins
 from tests.models import CASES, features
 
+# Chimera takes many numbers: each of ranks, and of microbatches, with each of the models in turn.
 GRID = [
-    pytest.param(name, ranks, microbatches, id=f"{name}-P{ranks}-M{microbatches}")
+    pytest.param(name, ranks, microbatches, case, id=f"{name}-P{ranks}-M{microbatches}-{case}")
     for name in BIDIRECTIONAL
-    for ranks in (2, 4, 6)
-    for microbatches in (2, 3, 4, 5, 8, 12)
+    for i, ranks in enumerate((2, 4, 6))
+    for j, microbatches in enumerate((2, 3, 4, 5, 8, 12))
     if family(name).nearest(ranks, microbatches) == (ranks, microbatches)
+    for k, case in enumerate(("mlp", "gpt", "lstm"))
+    if name != "chimera" or (i + j + k) % 3 == 0
 ]
 
 
@@ -40,10 +43,9 @@ def twins(case: str, schedule: str, ranks: int, microbatches: int, **options: An
     )
 
 
-@pytest.mark.parametrize("case", ["mlp", "gpt", "lstm"])
-@pytest.mark.parametrize(("schedule", "ranks", "microbatches"), GRID)
+@pytest.mark.parametrize(("schedule", "ranks", "microbatches", "case"), GRID)
 def test_gradients_are_those_of_one_device(
-    case: str, schedule: str, ranks: int, microbatches: int
+    schedule: str, ranks: int, microbatches: int, case: str
 ) -> None:
     both = twins(case, schedule, ranks, microbatches)
     for step, rows in enumerate((2 * microbatches, 2 * microbatches + 1, microbatches)):
