@@ -24,7 +24,7 @@ NAMES = [each.name for each in schedules()]
 
 
 def numbers(name: str) -> list[tuple[int, int, int]]:
-    """Some 120 ranks, microbatches and stages per rank: all that are small, and larger ones."""
+    """Some 96 ranks, microbatches and stages per rank: all that are small, and larger ones."""
     each = family(name)
     virtuals = [v for v in (1, 2, 3, 4) if each.virtuals is None or v in each.virtuals]
     # Of two copies of the model, numbers are even.
@@ -33,7 +33,7 @@ def numbers(name: str) -> list[tuple[int, int, int]]:
     small = product(range(1, ranks + 1), range(1, microbatches + 1), virtuals)
     taken = {(*each.nearest(p, m), v): None for p, m, v in small}
     random = Random(name)
-    while len(taken) < 120:
+    while len(taken) < 96:
         # Most of them smaller: what takes long is to prove the largest.
         most = random.choice((8, 8, 8, 8, 8, 8, 8, 16))
         near = each.nearest(random.randint(1, most), random.randint(1, 72 if even else 18))
@@ -223,7 +223,7 @@ def test_many_ranks(name: str, ranks: int) -> None:
         assert max(peak_in_flight(program)) <= limits.get(name, 2 * ranks)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(
     name=st.sampled_from(["gis", "gis-h"]),
     ranks=st.integers(1, 12),
@@ -260,7 +260,7 @@ def test_stages_lie_as_the_catalog_says(each: Family) -> None:
     assert (program.num_splits > 1) == ("splits" in each.options)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(
     ranks=st.integers(1, 6),
     microbatches=st.integers(1, 24),

@@ -29,7 +29,7 @@ from tests.simulate.slow_simulation import slowly
 OPS = [op for op in Op if op.value not in ("RECOMPUTE", "OFFLOAD", "RELOAD")]
 
 # Mutations are many and each is small: thousands of them, or what the profile asks for beyond.
-MANY = max(1500, settings().max_examples)
+MANY = max(700, settings().max_examples)
 
 # Cases parted by an empty line: what is wrong, a row per rank, then the problems found.
 WRONG = re.split(r"(?<=\n)\n(?=\w)", (Path(__file__).parent / "wrong_programs.txt").read_text())

@@ -26,7 +26,7 @@ def run(
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(ranks=RANKS, microbatches=st.integers(1, 25), costs=st.tuples(COST, COST, COST))
 def test_linear_families_for_any_microbatches_and_costs(
     name: str, ranks: int, microbatches: int, costs: tuple[int, int, int]
@@ -39,7 +39,7 @@ def test_linear_families_for_any_microbatches_and_costs(
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(
     ranks=RANKS,
     microbatches=st.integers(1, 12),
@@ -62,7 +62,7 @@ def test_split_sequences_for_any_microbatches_and_costs(
 
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "looped-bfs"])
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(ranks=RANKS, more=MORE, virtual=VIRTUAL, costs=st.tuples(COST, COST, COST))
 def test_looped_families_for_any_costs(
     name: str, ranks: int, more: int, virtual: int, costs: tuple[int, int, int]
@@ -73,7 +73,7 @@ def test_looped_families_for_any_costs(
 
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "looped-bfs"])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(ranks=st.integers(2, 9), less=st.integers(1, 8), virtual=VIRTUAL)
 def test_looped_families_where_the_loop_is_not_full(
     name: str, ranks: int, less: int, virtual: int
@@ -86,7 +86,7 @@ def test_looped_families_where_the_loop_is_not_full(
     assert forwards.makespan == microbatches * virtual + bubble
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(ranks=RANKS, more=MORE, virtual=VIRTUAL)
 def test_forwards_alone(ranks: int, more: int, virtual: int) -> None:
     microbatches = ranks + more
@@ -95,7 +95,7 @@ def test_forwards_alone(ranks: int, more: int, virtual: int) -> None:
     assert result.peak_in_flight == (1,) * ranks
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(ranks=RANKS, times=st.integers(1, 4), virtual=VIRTUAL)
 def test_peaks_of_looped_families_where_ranks_divide_microbatches(
     ranks: int, times: int, virtual: int
@@ -112,7 +112,7 @@ def test_peaks_of_looped_families_where_ranks_divide_microbatches(
     assert split.peak_in_flight == (ranks * virtual,) * ranks
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(ranks=RANKS, more=MORE, virtual=VIRTUAL)
 def test_interleaved_zero_bubble_with_equal_costs(ranks: int, more: int, virtual: int) -> None:
     microbatches = ranks + more
@@ -120,7 +120,7 @@ def test_interleaved_zero_bubble_with_equal_costs(ranks: int, more: int, virtual
     assert result.makespan == 3 * microbatches * virtual + ranks - 1
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(
     ranks=RANKS,
     more=MORE,
@@ -140,7 +140,7 @@ def test_interleaved_zero_bubble_where_weight_gradients_are_cheapest(
     assert result.makespan == microbatches * virtual * sum(costs) + bubble
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(ranks=RANKS, more=MORE, cost=st.integers(1, 5))
 def test_zbv_has_no_bubble_in_its_span(ranks: int, more: int, cost: int) -> None:
     microbatches = 2 * ranks + more
@@ -150,7 +150,7 @@ def test_zbv_has_no_bubble_in_its_span(ranks: int, more: int, cost: int) -> None
     assert result.peak_in_flight == (2 * ranks,) * ranks
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(ranks=RANKS, more=MORE, compute=st.integers(1, 5), weight_grad=COST)
 def test_dualpipev_with_blocks_in_turn(
     ranks: int, more: int, compute: int, weight_grad: int
@@ -165,7 +165,7 @@ def test_dualpipev_with_blocks_in_turn(
     assert result.peak_in_flight == (min(2 * ranks + 1, 2 * microbatches),) * ranks
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(half=st.integers(1, 6), more=MORE, compute=st.integers(1, 5), weight_grad=COST)
 def test_dualpipe_with_blocks_in_turn(half: int, more: int, compute: int, weight_grad: int) -> None:
     """tF = tB ≥ tW, and a pair as long as its parts."""
@@ -179,7 +179,7 @@ def test_dualpipe_with_blocks_in_turn(half: int, more: int, compute: int, weight
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     half=st.integers(1, 4),
     more=st.integers(0, 6),
@@ -203,7 +203,7 @@ def test_blocks_that_overlap_leave_no_more_waiting(
         assert waiting == formula
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(half=st.integers(1, 8), costs=st.tuples(COST, COST, COST))
 def test_chimera_with_as_many_microbatches_as_ranks(half: int, costs: tuple[int, int, int]) -> None:
     ranks = 2 * half
@@ -217,7 +217,7 @@ def test_chimera_with_as_many_microbatches_as_ranks(half: int, costs: tuple[int,
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(ranks=RANKS, microbatches=st.integers(1, 25), virtual=VIRTUAL)
 def test_messages(ranks: int, microbatches: int, virtual: int) -> None:
     looped = run("interleaved-zb", ranks, microbatches, virtual, (1, 1, 1))

@@ -18,7 +18,7 @@ from tests.schedule.test_formulas import COST, MORE, RANKS, VIRTUAL, run
 MANY = st.integers(2, 24)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(ranks=RANKS, microbatches=st.integers(1, 25), costs=st.tuples(COST, COST, COST))
 def test_eager_1f1b(ranks: int, microbatches: int, costs: tuple[int, int, int]) -> None:
     result = run("eager-1f1b", ranks, microbatches, 1, costs)
@@ -28,7 +28,7 @@ def test_eager_1f1b(ranks: int, microbatches: int, costs: tuple[int, int, int]) 
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(
     ranks=RANKS,
     microbatches=st.integers(1, 25),
@@ -53,7 +53,7 @@ def test_eager_1f1b_pays_for_its_messages_once(
         assert eager > formula
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(ranks=RANKS, more=MORE, forward=st.integers(1, 9), input_grad=st.integers(1, 9), w=COST)
 def test_zb_h1(ranks: int, more: int, forward: int, input_grad: int, w: int) -> None:
     microbatches, weight_grad = 2 * ranks + more, min(forward, input_grad, w)
@@ -63,7 +63,7 @@ def test_zb_h1(ranks: int, more: int, forward: int, input_grad: int, w: int) -> 
     assert result.peak_in_flight == (ranks,) * ranks
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(ranks=RANKS, more=MORE, forward=st.integers(1, 9), input_grad=st.integers(1, 9), w=COST)
 def test_zb_h2(ranks: int, more: int, forward: int, input_grad: int, w: int) -> None:
     microbatches = 2 * ranks - 1 + more
@@ -76,7 +76,7 @@ def test_zb_h2(ranks: int, more: int, forward: int, input_grad: int, w: int) -> 
     assert result.peak_in_flight == (2 * ranks - 1,) * ranks
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(
     ranks=RANKS,
     microbatches=st.integers(1, 30),
@@ -119,7 +119,7 @@ def test_zb_1p_knows_stages_that_cost_more_than_others() -> None:
     assert 75 <= simulate(told, costs).makespan <= blind.makespan
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(ranks=RANKS, times=st.integers(1, 4), virtual=VIRTUAL, costs=st.tuples(COST, COST, COST))
 def test_gis(ranks: int, times: int, virtual: int, costs: tuple[int, int, int]) -> None:
     microbatches = ranks * times
@@ -132,7 +132,7 @@ def test_gis(ranks: int, times: int, virtual: int, costs: tuple[int, int, int]) 
 
 
 @pytest.mark.parametrize("name", ["po-h", "po-f"])
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(ranks=st.integers(1, 12), microbatches=st.integers(1, 30), virtual=VIRTUAL)
 def test_offloaded_activations_do_not_count(
     name: str, ranks: int, microbatches: int, virtual: int
@@ -147,7 +147,7 @@ def test_offloaded_activations_do_not_count(
     assert max(result.peak_in_flight) <= stay + 4
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(
     ranks=RANKS,
     more=st.integers(0, 4),
@@ -182,7 +182,7 @@ def test_groups_of_half_the_ranks_and_more(
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(ranks=MANY, more=MORE, cost=st.integers(1, 3))
 def test_v_zb_has_no_bubble_in_its_span(ranks: int, more: int, cost: int) -> None:
     microbatches = 2 * ranks + more
@@ -192,7 +192,7 @@ def test_v_zb_has_no_bubble_in_its_span(ranks: int, more: int, cost: int) -> Non
     assert result.peak_in_flight == (2 * ranks,) * ranks
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(ranks=MANY, more=MORE)
 def test_v_half(ranks: int, more: int) -> None:
     microbatches = ranks + more
@@ -203,7 +203,7 @@ def test_v_half(ranks: int, more: int) -> None:
     assert max(result.peak_in_flight) == 2 * ((ranks + 2) // 2)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(ranks=MANY, more=MORE)
 def test_v_min(ranks: int, more: int) -> None:
     microbatches = ranks + more
@@ -214,7 +214,7 @@ def test_v_min(ranks: int, more: int) -> None:
     assert max(result.peak_in_flight) <= 2 * ((ranks + 4) // 3)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(ranks=MANY, more=MORE)
 def test_1f1b_v(ranks: int, more: int) -> None:
     """Faster than 1F1B, whose bubble is 6(P - 1) chunks, in two thirds of its memory.
@@ -268,7 +268,7 @@ def test_no_order_of_1f1b_v_does_without_waiting_where_3_divides_the_ranks(
     assert built.makespan - 6 * microbatches >= least
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(ranks=st.integers(2, 8), times=st.integers(1, 4), waves=st.integers(1, 3))
 def test_hanayo_has_one_bubble_for_any_number_of_waves(ranks: int, times: int, waves: int) -> None:
     microbatches = ranks * times

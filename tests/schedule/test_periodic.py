@@ -36,7 +36,7 @@ def patterns(draw: st.DrawFn) -> tuple[Placement, PeriodicPattern, bool]:
     return placement, chain_pattern(placement, gaps=gaps, period=period, full=full), full
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(patterns())
 def test_repetitions_of_a_pattern_never_meet(made: tuple[Placement, PeriodicPattern, bool]) -> None:
     placement, pattern, full = made
@@ -51,7 +51,7 @@ def test_repetitions_of_a_pattern_never_meet(made: tuple[Placement, PeriodicPatt
         assert len(taken) == len(set(taken))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(patterns())
 def test_every_action_of_a_pattern_starts_after_its_prerequisites(
     made: tuple[Placement, PeriodicPattern, bool],
@@ -79,7 +79,7 @@ def own_peak(order: list[int], stages: int) -> int:
 COST = st.sampled_from([0.5, 1.0, 2.0, 3.0])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     made=patterns(),
     microbatches=st.integers(1, 12),

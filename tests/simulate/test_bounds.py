@@ -92,7 +92,7 @@ def beats(program: Program, costs: Costs, *, in_memory: bool) -> list[str]:
     ]
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(data=st.data(), in_memory=st.booleans())
 def test_no_program_drawn_by_the_rules_beats_a_bound(data: st.DataObject, in_memory: bool) -> None:
     program = data.draw(computed_programs(max_ranks=3, max_stages=4, max_microbatches=5))
@@ -100,7 +100,7 @@ def test_no_program_drawn_by_the_rules_beats_a_bound(data: st.DataObject, in_mem
     assert beats(program, costs, in_memory=in_memory) == []
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(data=st.data(), relief=st.sampled_from([recompute, offload]))
 def test_no_program_that_recomputes_or_offloads_beats_a_bound(
     data: st.DataObject, relief: Relief
@@ -113,7 +113,7 @@ def test_no_program_that_recomputes_or_offloads_beats_a_bound(
     assert beats(relieved, costs, in_memory=True) == []
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(data=st.data(), in_memory=st.booleans())
 def test_no_schedule_of_the_catalog_beats_a_bound(data: st.DataObject, in_memory: bool) -> None:
     program = data.draw(families())

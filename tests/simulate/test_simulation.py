@@ -43,7 +43,7 @@ def cases(draw: st.DrawFn) -> tuple[Program, Costs]:
     )
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=60)
 @given(cases())
 def test_times_are_those_of_a_simulation_that_is_right_by_inspection(
     case: tuple[Program, Costs],
@@ -58,7 +58,7 @@ def test_times_are_those_of_a_simulation_that_is_right_by_inspection(
             assert all(end == pytest.approx(expected[part]) for part in step.parts)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=60)
 @given(cases())
 def test_spelling_out_the_transfers_changes_no_time(case: tuple[Program, Costs]) -> None:
     program, costs = case
