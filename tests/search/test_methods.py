@@ -40,7 +40,7 @@ def assert_right(problem: SearchProblem, timed: TimedOrder) -> None:
     assert max(problem.peaks(program)) <= problem.limit + 1e-9
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=70)
 @given(problems(), st.randoms(use_true_random=False))
 def test_list_scheduling_with_any_priorities(problem: SearchProblem, random: object) -> None:
     drawn = random.random  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ def test_list_scheduling_with_any_priorities(problem: SearchProblem, random: obj
         assert again.value == pytest.approx(getattr(result, problem.objective))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(problems(), st.integers(0, 100))
 def test_patterns_and_local_search(problem: SearchProblem, seed: int) -> None:
     search = PatternSearch(problem, seed=seed)
@@ -71,7 +71,7 @@ def test_patterns_and_local_search(problem: SearchProblem, seed: int) -> None:
     assert value <= replayed(problem, start).value + 1e-9
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(problems(), st.integers(0, 100), st.randoms(use_true_random=False))
 def test_the_gain_of_an_exchange_is_known_before(
     problem: SearchProblem, seed: int, random: Any
@@ -231,7 +231,7 @@ def test_a_bound_on_the_span_holds_for_ranks_that_start_late() -> None:
     assert answer.order is None or played_value(problem, answer.order) >= 39
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=16)
 @given(problems(), st.integers(0, 100))
 def test_windows_keep_the_limit_and_lead_to_no_worse_order(
     problem: SearchProblem, seed: int
@@ -255,7 +255,7 @@ def test_windows_lead_to_the_optimum_and_end_there() -> None:
     assert played_value(problem, order) == best.bound
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(problems(), st.randoms(use_true_random=False))
 def test_no_program_beats_the_bound_on_the_span(problem: SearchProblem, random: Any) -> None:
     few = replace(problem, num_microbatches=2, objective="span").limited(math.inf)
