@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
+from typing import TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.schedule.placement import Placement
@@ -32,6 +33,9 @@ from penstock.search.state import Budget, SearchResult, SearchState, meets
 from penstock.simulate.costs import Costs, build_for
 
 __all__ = ["search"]
+
+Improved: TypeAlias = tuple[float, Order]
+"""An objective, and its order."""
 
 _UNIT = Costs()
 # The share of the search without a limit if programs may be reduced.
@@ -48,12 +52,10 @@ _NEAR_BEST = 1.05
 _STALE = 500
 # The number of patterns run with all microbatches, in a small and in a large step.
 _RUN_SMALL, _RUN = 6, 2
-# The part of the work of each round of local search; one order in so many goes on to the next.
+# The part of the work of each round of improvement; one order in so many goes on to the next.
 _ROUNDS, _GO_ON = (0.3, 0.3, 0.4), 3
-# How many orders of a method enter the first round, and how much worse than the best they may be.
+# How many orders of a method enter local search, and how much worse than the best they may be.
 _OF_A_METHOD, _START_NEAR_BEST = 3, 1.1
-# The number of methods whose best order enters window search.
-_WINDOWED = 2
 # The share of the time after which the clock of local search counts, and how far ahead of the share
 # of the work it then is.
 _RATED, _AHEAD = 0.1, 1.2
@@ -250,11 +252,46 @@ def _tune_patterns(state: SearchState, budget: Budget) -> None:
 
 
 def _search_locally(state: SearchState, budget: Budget) -> None:
-    """Improve the best orders of all placements in rounds; promising ones get more work.
+    """Improve orders by exchanges of neighbours."""
+
+    def improve(
+        problem: SearchProblem, order: Order, part: Budget, seed: int
+    ) -> tuple[float, Order]:
+        share_used = _share_used(state, part)
+        return anneal(problem, order, seed=seed, work=part.actions, share_used=share_used)
+
+    _improve_in_rounds(state, budget, improve, "local search", of_a_method=_OF_A_METHOD)
+
+
+def _search_windows(state: SearchState, budget: Budget) -> None:
+    """Improve orders window by window."""
+
+    def improve(
+        problem: SearchProblem, order: Order, part: Budget, seed: int
+    ) -> tuple[float, Order]:
+        bound, played = state.bound(problem), problem.replay(order)
+        assert played is not None, "a feasible order can be played"
+        return improve_windows(
+            problem, played, effort_s=part.solver_s, seed=seed,
+            is_over=lambda value: meets(value, bound) or state.is_late(part),
+        )  # fmt: skip
+
+    _improve_in_rounds(state, budget, improve, "window search", of_a_method=1)
+
+
+def _improve_in_rounds(
+    state: SearchState,
+    budget: Budget,
+    improve: Callable[[SearchProblem, Order, Budget, int], Improved],
+    method: str,
+    *,
+    of_a_method: int,
+) -> None:
+    """Improve the best orders of all methods and placements; promising ones get more work.
 
     The best initial order does not always lead to the best result.
     """
-    entrants, before = _entrants(state), 0.0
+    entrants, before = _entrants(state, of_a_method), 0.0
     for number, share in enumerate(_ROUNDS):
         ended: list[tuple[float, SearchProblem, Order]] = []
         for problem, order in entrants:
@@ -263,17 +300,11 @@ def _search_locally(state: SearchState, budget: Budget) -> None:
             each = share / len(entrants)
             part = budget.part(each, of=max(each, 1 - before))
             before += each
-            value, better = anneal(
-                problem,
-                order,
-                seed=state.seed + number,
-                work=part.actions,
-                share_used=_share_used(state, part),
-            )
+            value, better = improve(problem, order, part, state.seed + number)
             ended.append((value, problem, better))
         if ended:
             ended.sort(key=lambda entrant: entrant[0])
-            state.note_order(*ended[0][1:], "local search")
+            state.note_order(*ended[0][1:], method)
         entrants = [each[1:] for each in ended[: -(-len(ended) // _GO_ON)]]
 
 
@@ -292,9 +323,7 @@ def _share_used(state: SearchState, part: Budget) -> Callable[[float], float]:
     return share_used
 
 
-def _entrants(
-    state: SearchState, of_a_method: int = _OF_A_METHOD
-) -> list[tuple[SearchProblem, Order]]:
+def _entrants(state: SearchState, of_a_method: int) -> list[tuple[SearchProblem, Order]]:
     """The best feasible orders by method, on placements that may hold a better one.
 
     Orders found by one method are similar. A registered schedule may start out worse, yet lead to a
@@ -312,28 +341,6 @@ def _entrants(
             entered[method] += order not in entrants
             entrants.setdefault(order, problem)
     return [(problem, order) for order, problem in entrants.items()]
-
-
-def _search_windows(state: SearchState, budget: Budget) -> None:
-    """Improve the best orders of the two best methods, window by window.
-
-    Windows do not lead out of every local optimum, so the second-best method's order gets its part.
-    """
-    entrants = _entrants(state, of_a_method=1)[:_WINDOWED]
-    for number, (problem, start) in enumerate(entrants):
-        if state.is_over():
-            return
-        before, bound = number / len(entrants), state.bound(problem)
-        part, played = budget.part(1 / len(entrants), of=1 - before), problem.replay(start)
-        assert played is not None, "a feasible order can be played"
-
-        def is_over(value: float, bound: float = bound, part: Budget = part) -> bool:
-            return meets(value, bound) or state.is_late(part)
-
-        order = improve_windows(
-            problem, played, effort_s=part.solver_s, seed=state.seed, is_over=is_over
-        )
-        state.note_order(problem, order, "window search")
 
 
 def _search_exactly(state: SearchState, budget: Budget) -> None:

@@ -105,11 +105,11 @@ def improve_windows(
     effort_s: float,
     seed: int,
     is_over: Callable[[float], bool],
-) -> Order:
+) -> tuple[float, Order]:
     """Improve an order, window by window.
 
         rank 0  F0 F1 F2 | F3 I0 W0 F4 | I1 ...      a random stretch of time, of all ranks or all
-        rank 1  .. F0 F1 | F2 I0 F3 I1 | W0 ...      but one; the order within is chosen anew
+        rank 1  .. F0 F1 | F2 I0 F3 I1 | W0 ...      but one; its actions are placed anew
 
     A window grows if CP-SAT proved the last one optimal within its effort, else it shrinks.
 
@@ -121,7 +121,7 @@ def improve_windows(
         is_over: takes the best objective so far; True ends the search.
 
     Returns:
-        The best order.
+        The best objective, and its order.
     """
     from ortools.sat.python import cp_model
 
@@ -142,7 +142,7 @@ def improve_windows(
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             # An equally good order may lead to a better one.
             start = _no_worse(problem, model.order(solver), start) or start
-    return start.order
+    return start.value, start.order
 
 
 def _solver(solver: Any, effort_s: float, seed: int) -> Any:
@@ -286,19 +286,19 @@ class _Model:
                         self.cp.add(two >= one + self.lengths[back])
 
     def keep_order(self, start: TimedOrder, window: tuple[float, float], fixed: int | None) -> None:
-        """Keep the order of the fixed rank, and that of all ranks outside of a stretch of time."""
+        """Keep the order of all actions of the fixed rank, and of those outside of a stretch of
+        time. The others may also leave that stretch."""
         durations, width = self.problem.durations, self.problem.num_microbatches
-
-        def is_free(rank: int, kind: int, microbatch: int) -> bool:
-            end = start.ends[kind][microbatch]
-            return rank != fixed and end > window[0] and end - durations[kind] < window[1]
-
         for rank, kinds in enumerate(start.order):
-            acts = [divmod(act, width) for act in self.problem.ids(kinds)]
-            for (one, first), (two, second) in pairwise(acts):
-                if not (is_free(rank, one, first) and is_free(rank, two, second)):
-                    end = self.starts[one][first] + self.lengths[one]
-                    self.cp.add(self.starts[two][second] >= end)
+            kept = []
+            for act in self.problem.ids(kinds):
+                kind, microbatch = divmod(act, width)
+                end = start.ends[kind][microbatch]
+                if rank == fixed or end <= window[0] or end - durations[kind] >= window[1]:
+                    kept.append((kind, microbatch))
+            for (one, first), (two, second) in pairwise(kept):
+                end_of_one = self.starts[one][first] + self.lengths[one]
+                self.cp.add(self.starts[two][second] >= end_of_one)
 
     def order(self, solver: Any) -> Order:
         """Sort each rank's kinds by start; zero-length actions that tie keep their order."""
