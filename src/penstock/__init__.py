@@ -71,14 +71,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Training.
-__all__ = ["Pipeline", "PipelineStage", "PipelineStageInfo", "TensorChunkSpec"]
-__all__ += ["draw_step_seed", "microbatch_rng"]
-__all__ += ["merge_chunks", "split_args_kwargs_into_chunks", "sum_reducer"]
-__all__ += ["PipelineSchedule", "PipelineScheduleMulti", "PipelineScheduleSingle"]
-__all__ += ["Schedule1F1B", "ScheduleChimera", "ScheduleDualPipe", "ScheduleDualPipeV"]
-__all__ += ["ScheduleForwardOnly", "ScheduleGPipe", "ScheduleInterleaved1F1B"]
-__all__ += ["ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS", "ScheduleProgram"]
-__all__ += ["ScheduleZBVZeroBubble", "compile_stage", "get_schedule_class"]
+__all__ = [
+    "Pipeline", "PipelineStage", "PipelineStageInfo", "TensorChunkSpec", "draw_step_seed",
+    "microbatch_rng", "merge_chunks", "split_args_kwargs_into_chunks", "sum_reducer",
+    "PipelineSchedule", "PipelineScheduleMulti", "PipelineScheduleSingle", "Schedule1F1B",
+    "ScheduleChimera", "ScheduleDualPipe", "ScheduleDualPipeV", "ScheduleForwardOnly",
+    "ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS", "ScheduleProgram", "ScheduleZBVZeroBubble", "compile_stage",
+    "get_schedule_class",
+]  # fmt: skip
 # Cutting.
 __all__ += ["Plan", "balance", "profile", "split_by_module"]
 __all__ += ["Pipe", "PipeInfo", "SplitPoint", "TracedStage", "annotate_split_points"]

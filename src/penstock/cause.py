@@ -30,10 +30,11 @@ from penstock.errors import (
     shows_full_tracebacks,
 )
 
-__all__ = ["Cause", "Failure", "FailureLog", "as_error", "cause_of", "failures_over", "text_of"]
-__all__ += ["decode_failure", "encode_failure"]
-__all__ += ["default_group", "key_of", "own_group", "store_of"]
-__all__ += ["EARLY", "publishing_errors", "withdraw_early"]
+__all__ = [
+    "Cause", "Failure", "FailureLog", "as_error", "cause_of", "failures_over", "text_of",
+    "decode_failure", "encode_failure", "default_group", "key_of", "own_group", "store_of", "EARLY",
+    "publishing_errors", "withdraw_early",
+]  # fmt: skip
 
 # Limit on a message and on a traceback: torch's store closes the connection above 8 MiB.
 MAX_CHARACTERS = 1 << 16

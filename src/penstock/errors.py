@@ -10,9 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-__all__ = ["PenstockError", "ScheduleError", "PartitionError", "StageError", "BoundaryError"]
-__all__ += ["PeerError", "InternalError", "Where"]
-__all__ += ["OUR_FILES", "fold_tracebacks", "folds_tracebacks", "shows_full_tracebacks"]
+__all__ = [
+    "PenstockError", "ScheduleError", "PartitionError", "StageError", "BoundaryError", "PeerError",
+    "InternalError", "Where", "OUR_FILES", "fold_tracebacks", "folds_tracebacks",
+    "shows_full_tracebacks",
+]  # fmt: skip
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -31,9 +31,10 @@ from torch.nn.utils.rnn import PackedSequence
 from penstock.stage.dtensor import is_dtensor, local_part, num_shards, with_local_part
 from penstock.stage.pytree import NAMESPACE, flatten, same_value, unflatten
 
-__all__ = ["Reducer", "Replicate", "TensorChunkSpec", "check_ready", "num_with_rows"]
-__all__ += ["inputs_digest", "merge_chunks", "split_args_kwargs_into_chunks", "split_tree"]
-__all__ += ["sum_reducer"]
+__all__ = [
+    "Reducer", "Replicate", "TensorChunkSpec", "check_ready", "num_with_rows", "inputs_digest",
+    "merge_chunks", "split_args_kwargs_into_chunks", "split_tree", "sum_reducer",
+]  # fmt: skip
 
 
 class TensorChunkSpec:

@@ -25,11 +25,12 @@ from penstock.schedule.registry import family
 from penstock.schedule.text import load_csv, save_csv
 from penstock.schedule.wording import number_of
 
-__all__ = ["PipelineScheduleMulti", "PipelineScheduleRuntime", "PipelineScheduleSingle"]
-__all__ += ["Schedule1F1B", "ScheduleChimera", "ScheduleDualPipe", "ScheduleDualPipeV"]
-__all__ += ["ScheduleForwardOnly", "ScheduleGPipe", "ScheduleInterleaved1F1B"]
-__all__ += ["ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS", "ScheduleProgram"]
-__all__ += ["ScheduleZBVZeroBubble", "get_schedule_class"]
+__all__ = [
+    "PipelineScheduleMulti", "PipelineScheduleRuntime", "PipelineScheduleSingle", "Schedule1F1B",
+    "ScheduleChimera", "ScheduleDualPipe", "ScheduleDualPipeV", "ScheduleForwardOnly",
+    "ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS", "ScheduleProgram", "ScheduleZBVZeroBubble", "get_schedule_class",
+]  # fmt: skip
 
 Format = Literal["compute_only", "compute_comms"]
 
@@ -111,7 +112,7 @@ class PipelineScheduleMulti(PipelineSchedule):
 class PipelineScheduleRuntime(PipelineScheduleMulti):
     """A schedule of several stages per rank; runs the program that ``_load_csv`` reads."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # as in torch, without names
         super().__init__(*args, **kwargs)
 
     @property

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from penstock.errors import BoundaryError
 
-__all__ = ["DTensorMeta", "MeshOf", "dtensor_meta", "encode_placement", "find_mesh"]
-__all__ += ["from_local", "full_tensor", "is_dtensor", "local_part", "num_shards"]
-__all__ += ["sharded_like", "with_local_part"]
+__all__ = [
+    "DTensorMeta", "MeshOf", "dtensor_meta", "encode_placement", "find_mesh", "from_local",
+    "full_tensor", "is_dtensor", "local_part", "num_shards", "sharded_like", "with_local_part",
+]  # fmt: skip
 
 
 class DTensorMeta(NamedTuple):

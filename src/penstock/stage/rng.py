@@ -22,9 +22,10 @@ from torch import Tensor
 
 from penstock.stage.pytree import as_args
 
-__all__ = ["RandomStream", "draw_step_seed", "host_random_states", "microbatch_rng"]
-__all__ += ["preserve_rng_state", "random_state", "random_states", "seed_random_state"]
-__all__ += ["set_random_state", "set_random_states"]
+__all__ = [
+    "RandomStream", "draw_step_seed", "host_random_states", "microbatch_rng", "preserve_rng_state",
+    "random_state", "random_states", "seed_random_state", "set_random_state", "set_random_states",
+]  # fmt: skip
 
 # The kinds of devices that draw from the CPU's generator.
 _DRAWN_ON_HOST = ("cpu", "meta")
