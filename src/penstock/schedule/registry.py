@@ -19,8 +19,10 @@ from penstock.schedule.family import Arrangement, Family, refuse_sizes
 from penstock.schedule.program import Program
 from penstock.schedule.wording import number_of, numbers_of
 
-__all__ = ["DEFAULT_MICROBATCHES", "build", "choose_program", "choose_sizes", "directions_of"]
-__all__ += ["family", "refuse_options", "remove", "schedule", "schedules"]
+__all__ = [
+    "DEFAULT_MICROBATCHES", "build", "choose_program", "choose_sizes", "directions_of", "family",
+    "refuse_options", "remove", "schedule", "schedules",
+]  # fmt: skip
 
 DEFAULT_MICROBATCHES = 8
 

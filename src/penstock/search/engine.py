@@ -254,9 +254,7 @@ def _tune_patterns(state: SearchState, budget: Budget) -> None:
 def _search_locally(state: SearchState, budget: Budget) -> None:
     """Improve orders by exchanges of neighbours."""
 
-    def improve(
-        problem: SearchProblem, order: Order, part: Budget, seed: int
-    ) -> tuple[float, Order]:
+    def improve(problem: SearchProblem, order: Order, part: Budget, seed: int) -> Improved:
         share_used = _share_used(state, part)
         return anneal(problem, order, seed=seed, work=part.actions, share_used=share_used)
 
@@ -266,9 +264,7 @@ def _search_locally(state: SearchState, budget: Budget) -> None:
 def _search_windows(state: SearchState, budget: Budget) -> None:
     """Improve orders window by window."""
 
-    def improve(
-        problem: SearchProblem, order: Order, part: Budget, seed: int
-    ) -> tuple[float, Order]:
+    def improve(problem: SearchProblem, order: Order, part: Budget, seed: int) -> Improved:
         bound, played = state.bound(problem), problem.replay(order)
         assert played is not None, "a feasible order can be played"
         return improve_windows(
@@ -296,7 +292,7 @@ def _improve_in_rounds(
         ended: list[tuple[float, SearchProblem, Order]] = []
         for problem, order in entrants:
             if state.is_over():
-                return
+                break
             each = share / len(entrants)
             part = budget.part(each, of=max(each, 1 - before))
             before += each

@@ -27,8 +27,10 @@ from penstock.runtime.comm.nccl import NcclTransport
 from penstock.runtime.failure import Peers, record_of
 from penstock.stage.device_streams import indexed
 
-__all__ = ["Link", "chosen_device", "collective_call", "from_first_rank", "from_first_replica"]
-__all__ += ["gather_objects", "make_transport", "measure_link", "process_group"]
+__all__ = [
+    "Link", "chosen_device", "collective_call", "from_first_rank", "from_first_replica",
+    "gather_objects", "make_transport", "measure_link", "process_group",
+]  # fmt: skip
 
 T = TypeVar("T")
 
