@@ -246,7 +246,7 @@ def test_windows_keep_the_limit_and_lead_to_no_worse_order(
 
 
 def test_windows_lead_to_the_optimum_and_end_there() -> None:
-    problem = problem_of(looped(3, 2), 6, limit=6)
+    problem = problem_of(looped(3, 2), 5, limit=5)
     best = improve(problem, worst(problem), effort_s=5, clock_s=60, seed=0)
     assert best.proven and worst(problem).value > best.bound
     value, order = improve_windows(

@@ -43,32 +43,32 @@ def assert_sound(found: SearchResult, costs: Costs | None = None) -> None:
 
 # --- the best that is known --------------------------------------------------------------------
 
-# P = 4, M = 8, all costs 1: proven by exhaustive search.
+# P = 4, M = 8, all costs 1: proven by exhaustive search. Last the seconds that the search needs.
 OPTIMA = [
-    ("makespan", linear(4), 2, 41),
-    ("makespan", linear(4), 3, 31),
-    ("makespan", linear(4), 4, 27),
-    ("makespan", linear(4), 7, 27),
-    ("span", linear(4), 2, 41),
-    ("span", linear(4), 3, 31),
-    ("span", linear(4), 4, 27),
-    ("span", linear(4), 5, 26),
-    ("span", linear(4), 7, 24),
-    ("makespan", looped(4, 2), 4, 63),
-    ("makespan", looped(4, 2), 5, 57),
-    ("makespan", looped(4, 2), 6, 53),
-    ("makespan", looped(4, 2), 8, 51),
-    ("span", looped(4, 2), 5, 57),
-    ("makespan", wave(4, 1), 4, 59),
-    ("makespan", wave(4, 1), 5, 56),
-    ("span", wave(4, 1), 5, 56),
+    ("makespan", linear(4), 2, 41, 1),
+    ("makespan", linear(4), 3, 31, 1),
+    ("makespan", linear(4), 4, 27, 1),
+    ("makespan", linear(4), 7, 27, 1),
+    ("span", linear(4), 2, 41, 1),
+    ("span", linear(4), 3, 31, 1),
+    ("span", linear(4), 4, 27, 1),
+    ("span", linear(4), 5, 26, 1),
+    ("span", linear(4), 7, 24, 1),
+    ("makespan", looped(4, 2), 4, 63, 2),
+    ("makespan", looped(4, 2), 5, 57, 1),
+    ("makespan", looped(4, 2), 6, 53, 1),
+    ("makespan", looped(4, 2), 8, 51, 1),
+    ("span", looped(4, 2), 5, 57, 1.5),
+    ("makespan", wave(4, 1), 4, 59, 1),
+    ("makespan", wave(4, 1), 5, 56, 1),
+    ("span", wave(4, 1), 5, 56, 1),
 ]
 
 
 @pytest.mark.usefixtures("no_clock")
-@pytest.mark.parametrize(("objective", "placement", "limit", "best"), OPTIMA)
+@pytest.mark.parametrize(("objective", "placement", "limit", "best", "time_limit_s"), OPTIMA)
 def test_proven_optima_are_found_and_never_beaten(
-    objective: Any, placement: Any, limit: int, best: int
+    objective: Any, placement: Any, limit: int, best: int, time_limit_s: float
 ) -> None:
     found = search(
         ranks=4,
@@ -76,7 +76,7 @@ def test_proven_optima_are_found_and_never_beaten(
         memory_limit=limit,
         objective=objective,
         placements=[placement],
-        time_limit_s=2,
+        time_limit_s=time_limit_s,
     )
     assert_sound(found)
     assert found.value == best
@@ -90,16 +90,16 @@ def test_a_limit_in_a_large_unit_is_kept() -> None:
     assert max(found.simulation.peak_in_flight) == 2
 
 
-# P = 4, two stages per rank, little memory: costs, placement, microbatches, limit, and the best
-# objective of minutes of search.
-TIGHT: list[tuple[Costs, Any, int, int, Any, float]] = [
+# P = 4, two stages per rank, little memory: costs, placement, microbatches, limit, the best
+# objective of minutes of search, and the seconds that are enough to come near it.
+TIGHT: list[tuple[Costs, Any, int, int, Any, float, int]] = [
     (
         Costs(
             forward=[0.82, 0.95, 0.85, 0.83, 0.8, 1.01, 1.17, 0.81],
             input_grad=[1.4, 1.35, 1.31, 1.17, 1.1, 1.32, 1.07, 1.34],
             weight_grad=[0.8, 0.72, 0.88, 0.74, 0.81, 0.65, 0.74, 0.88],
         ),
-        looped(4, 2), 8, 4, "makespan", 68.39,
+        looped(4, 2), 8, 4, "makespan", 68.39, 5,
     ),
     (
         Costs(
@@ -108,17 +108,23 @@ TIGHT: list[tuple[Costs, Any, int, int, Any, float]] = [
             weight_grad=[0.81, 0.66, 0.7, 0.72, 0.65, 0.79, 0.78, 0.91],
             latency=0.1,
         ),
-        wave(4, 1), 7, 7, "span", 45.16,
+        wave(4, 1), 7, 7, "span", 45.16, 3,
     ),
 ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("no_clock")
 @pytest.mark.parametrize(
-    ("costs", "placement", "microbatches", "limit", "objective", "best"), TIGHT
+    ("costs", "placement", "microbatches", "limit", "objective", "best", "time_limit_s"), TIGHT
 )
 def test_tight_memory_costs_little_more_than_the_best_known(
-    costs: Costs, placement: Any, microbatches: int, limit: int, objective: Any, best: float
+    costs: Costs,
+    placement: Any,
+    microbatches: int,
+    limit: int,
+    objective: Any,
+    best: float,
+    time_limit_s: int,
 ) -> None:
     found = search(
         costs,
@@ -127,7 +133,7 @@ def test_tight_memory_costs_little_more_than_the_best_known(
         memory_limit=limit,
         placements=[placement],
         objective=objective,
-        time_limit_s=5,
+        time_limit_s=time_limit_s,
     )
     assert_sound(found, costs)
     assert found.value <= 1.01 * best
@@ -297,7 +303,7 @@ def test_many_microbatches_stretch_the_steady_state() -> None:
     found = search(
         UNEVEN,
         ranks=8,
-        microbatches=400,
+        microbatches=200,
         memory_limit=8,
         time_limit_s=0.4,
         exact=False,
