@@ -26,6 +26,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # A process per rank shares the machine's cores: one thread each.
 export OMP_NUM_THREADS := 1
+# Compiled modules are kept, also where the environment says otherwise: tests start a thousand
+# processes, each of which would compile what it imports anew.
+export PYTHONDONTWRITEBYTECODE :=
 export SCHEDULE RANKS MICROBATCHES
 
 .DEFAULT_GOAL := help
