@@ -61,7 +61,7 @@ OPTIMA = [
     ("span", looped(4, 2), 5, 57, 1.5),
     ("makespan", wave(4, 1), 4, 59, 1),
     ("makespan", wave(4, 1), 5, 56, 1),
-    ("span", wave(4, 1), 5, 56, 1),
+    ("span", wave(4, 1), 5, 56, 2),
 ]
 
 
@@ -108,7 +108,7 @@ TIGHT: list[tuple[Costs, Any, int, int, Any, float, int]] = [
             weight_grad=[0.81, 0.66, 0.7, 0.72, 0.65, 0.79, 0.78, 0.91],
             latency=0.1,
         ),
-        wave(4, 1), 7, 7, "span", 45.16, 3,
+        wave(4, 1), 7, 7, "span", 45.16, 5,
     ),
 ]  # fmt: skip
 
