@@ -136,6 +136,7 @@ def test_the_comparison_and_the_time_axis_are_in_view(page: sync_api.Page, ranks
     page.set_viewport_size({"width": 1280, "height": 800})
     page.evaluate(SET, ["ranks", ranks, *COMPARISON])
     wait_for_boxes(page, ranks * 8 * 2)
+    page.locator("tbody tr").nth(3).wait_for()  # the table is drawn after the boxes
     table = page.locator("table").bounding_box()
     assert table is not None and table["y"] + table["height"] < 400
     assert len(page.locator("tbody tr").all()) == 4

@@ -318,7 +318,7 @@ class BlockOfSome(NetBase):
 def test_a_mask_that_changes_boundary_values_is_refused() -> None:
     kept = torch.tensor([True, False, True, True])
     split = split_by_module(BlockOfSome(), [2, 2], (X[:2], kept[:2]))
-    with pytest.raises(PartitionError, match=r"blocks.0 returned .*\(2, 6\)', .* \(1, 6\)'"):
+    with pytest.raises(PartitionError, match=r"blocks.0 returned .*\[2,6\]', .*\[1,6\]'"):
         split.stages[0](X[:2], kept[2:])
 
 
