@@ -36,7 +36,7 @@ def split(
     stages: Annotated[int, option("How many stages.", "--stages", "-s")],
     output: Annotated[Path | None, option("Write the plan: *.toml.", "--output", "-o")] = None,
     request: ModelRequest,
-    runs: Annotated[int, option("Number of measurements, of which the median counts.")] = 5,
+    runs: Annotated[int, option("Number of measurements.")] = 5,
     schedule: Annotated[str | None, option("Balance for the ranks of this schedule.")] = None,
     ranks: Annotated[
         int | None, option("On how many ranks --schedule runs.", "--ranks", "-r")

@@ -14,8 +14,10 @@ from penstock.schedule.registry import build
 from penstock.schedule.text import is_wait, parse_csv, parse_step
 from penstock.simulate.simulation import simulate
 
-__all__ = ["ComputationType", "PipelineOrder", "TorchAction"]
-__all__ += ["get_schedule_ops", "order_of", "program_from_order"]
+__all__ = [
+    "ComputationType", "PipelineOrder", "TorchAction", "get_schedule_ops", "order_of",
+    "program_from_order",
+]  # fmt: skip
 
 
 @global_enum

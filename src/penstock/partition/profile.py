@@ -62,8 +62,8 @@ def profile(
             the only tensor.
         loss_fn: a function from the model's output to the loss, counted with the last block. None
             for the output's ``loss`` if it has one, else the sum of all outputs.
-        runs: the number of measurements, after one warm-up: medians, scaled to the mean of whole
-            runs.
+        runs: the number of measurements, after one warm-up; the medians count, scaled up to the
+            mean of whole runs.
 
     Returns:
         The costs of all blocks, in execution order. If the model can't be cut by module, a block's
@@ -125,13 +125,13 @@ def _measure(
 
 
 def _median_times(runs: Sequence[Times]) -> Times:
-    """The medians by segment, scaled to the mean of whole runs.
+    """The medians by segment, scaled up to the mean of whole runs where that is more.
 
     A delay in another segment of each run is in no segment's median, but a step has many of them.
     """
     medians = tuple(map(statistics.median, zip(*runs, strict=True)))
     whole = sum(medians)
-    scale = statistics.fmean(map(sum, runs)) / whole if whole else 1.0
+    scale = max(1.0, statistics.fmean(map(sum, runs)) / whole) if whole else 1.0
     return tuple(scale * median for median in medians)
 
 

@@ -29,8 +29,10 @@ from penstock.partition.plan import Plan, abbreviate
 from penstock.stage.boundary import TensorMeta, shape_text
 from penstock.stage.pytree import as_args, flatten, unflatten
 
-__all__ = ["Example", "RemoteTensor", "Split", "SplitSpec", "as_call", "on_shapes"]
-__all__ += ["own_loss", "value_text", "with_remote_kwargs"]
+__all__ = [
+    "Example", "RemoteTensor", "Split", "SplitSpec", "as_call", "on_shapes", "own_loss",
+    "value_text", "with_remote_kwargs",
+]  # fmt: skip
 
 Split: TypeAlias = Plan | Sequence[int] | Sequence[str] | Sequence[Sequence[str]] | str
 """The forms of a user's split."""

@@ -193,7 +193,7 @@ def _of_dataclass(cls: type[Any]) -> tuple[_Open, _Make]:
             raise BoundaryError(
                 f"a {cls.__qualname__} can't be split, moved or sent: it holds more than fields, "
                 "or has an __init__ or __post_init__ of its own; use a dict, or register the class "
-                "with torch.utils._pytree.register_pytree_node"
+                "with torch's pytree (register_pytree_node)"
             )
         return (), value, ()
 
@@ -215,7 +215,7 @@ def _refuse_mappings(leaves: Sequence[Any]) -> None:
         if is_mapping and tensors_of([dict(leaf), getattr(leaf, "__dict__", {})]):
             raise BoundaryError(
                 f"a {type(leaf).__qualname__} can't be split, moved or sent: pass dict(...) of it, "
-                "or register the class with torch.utils._pytree.register_pytree_node"
+                "or register the class with torch's pytree (register_pytree_node)"
             )
 
 

@@ -52,7 +52,7 @@ class CallForm:
                 raise PartitionError(
                     f"input {path} is a {type(leaf).__qualname__}, an object in which stages don't "
                     "find tensors; pass these in a dict, or register its class with torch's pytree "
-                    "(torch.utils._pytree.register_pytree_node)"
+                    "(register_pytree_node)"
                 )
         self._slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.names = tuple(self._paths[i] for i in self._slots)

@@ -17,8 +17,10 @@ from penstock.errors import InternalError, ScheduleError, StageError, Where
 from penstock.runtime.comm.base import Transport
 from penstock.schedule.wording import runs_of
 
-__all__ = ["BatchFacts", "check_consistent", "digest"]
-__all__ += ["gather_batch_facts", "INLINE_BYTES", "pack_header", "unpack_headers"]
+__all__ = [
+    "BatchFacts", "check_consistent", "digest", "gather_batch_facts", "INLINE_BYTES", "pack_header",
+    "unpack_headers",
+]  # fmt: skip
 
 _log = logging.getLogger(__name__)
 
