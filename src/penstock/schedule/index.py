@@ -11,9 +11,10 @@ is ``~i``, a negative number, for pair i of the program.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache, partial, wraps
 from itertools import chain, islice
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 from penstock.errors import ScheduleError, Where
 from penstock.schedule.action import Action, Op, Overlap, Step, action
@@ -35,9 +36,10 @@ from penstock.schedule.wording import Problem, runs_of
 
 __all__ = ["IndexedProgram", "Offsets", "Transfer", "acknowledgements", "faults", "index_program"]
 
-Offsets: TypeAlias = list[tuple[int, ...]]
+Offsets: TypeAlias = Sequence[tuple[int, ...]]
 """By row, offsets from the id of an action to related ids."""
 
+_Table = TypeVar("_Table")
 _OPS = tuple(Op)
 _NUMBER = {op: number for number, op in enumerate(_OPS)}
 # By transfer, the op at its other end, and the offset to the stage there.
@@ -52,6 +54,16 @@ class Transfer(NamedTuple):
     peer: int
     offset: int
     is_send: bool
+
+
+def _made_once(make: Callable[[IndexedProgram], _Table]) -> Callable[[IndexedProgram], _Table]:
+    """Programs of the same placement and as many microbatches share a table."""
+
+    @lru_cache
+    def made(placement: Placement, num_microbatches: int) -> _Table:
+        return make(IndexedProgram(placement=placement, num_microbatches=num_microbatches))
+
+    return wraps(make)(lambda program: made(program.placement, program.num_microbatches))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +84,9 @@ class IndexedProgram:
 
     placement: Placement
     num_microbatches: int
-    num_splits: int
-    queues: list[list[int]]
-    overlapped: list[tuple[int, ...]]
+    num_splits: int = 1
+    queues: list[list[int]] = field(default_factory=list)
+    overlapped: list[tuple[int, ...]] = field(default_factory=list)
 
     def parts(self, step: int) -> tuple[int, ...]:
         """The ids of a step's actions."""
@@ -131,10 +143,6 @@ class IndexedProgram:
             marks += row
         return bytes(marks)
 
-    def offset(self, op: Op, stage: int, to: tuple[Op, int]) -> int:
-        """The offset from an action of one row to the same microbatch in another row."""
-        return self.id(*to) - self.id(op, stage)
-
     def peer(self, op: Op, stage: int) -> tuple[Op, int] | None:
         """The op and stage at the other end of a transfer; None without one on another rank."""
         there, offset = _PEERS.get(op, (op, 0))
@@ -143,28 +151,31 @@ class IndexedProgram:
             return None
         return there, other
 
-    def transfers(self) -> list[Transfer | None]:
+    @_made_once
+    def transfers(self) -> Sequence[Transfer | None]:
         """By row, its transfer; None for other rows."""
-        rank_of, found = self.placement.rank_of, list[Transfer | None]()
-        for op, stage in self.rows():
-            to = self.peer(op, stage)
-            transfer = None
-            if to is not None:
-                offset = self.offset(op, stage, to)
-                transfer = Transfer(rank_of(stage), rank_of(to[1]), offset, op in SENDS)
-            found.append(transfer)
-        return found
+        rank_of = self.placement.rank_of
+
+        def transfer(op: Op, stage: int) -> Transfer | None:
+            if (to := self.peer(op, stage)) is None:
+                return None
+            offset = self.id(*to) - self.id(op, stage)
+            return Transfer(rank_of(stage), rank_of(to[1]), offset, op in SENDS)
+
+        return [transfer(op, stage) for op, stage in self.rows()]
 
     def _offsets(self, related: Callable[[Op, int], Iterable[tuple[Op, int]]]) -> Offsets:
         return [
-            tuple(self.offset(op, stage, each) for each in related(op, stage))
+            tuple(self.id(*each) - self.id(op, stage) for each in related(op, stage))
             for op, stage in self.rows()
         ]
 
+    @_made_once
     def required(self) -> Offsets:
         """The actions that must be complete before each action may start, without transfers."""
         return self._offsets(lambda op, stage: required(op, stage, self.placement))
 
+    @_made_once
     def blocking(self) -> Offsets:
         """As ``required``, with explicit sends, which require that their receive is posted.
 
@@ -175,8 +186,7 @@ class IndexedProgram:
             if op not in SEND_OF:
                 for local in required(op, stage, self.placement, transfers=True):
                     yield self.peer(*local) or local
-                posted = self.peer(op, stage)
-                if posted is not None:
+                if (posted := self.peer(op, stage)) is not None:
                     yield posted
 
         return self._offsets(needed)
@@ -191,23 +201,21 @@ class IndexedProgram:
             for stage in range(self.placement.num_stages)
         }
 
+    @_made_once
     def fulfilled(self) -> Offsets:
         """The actions that an action completes: itself, and the actions that it covers."""
         return self._offsets(
             lambda op, stage: [(each, stage) for each in (op, *COVERS.get(op, ()))]
         )
 
+    @_made_once
     def receives(self) -> Offsets:
         """The receives, on an action's own rank, of its inputs."""
-        return self._offsets(
-            lambda op, stage: [
-                each
-                for each in required(op, stage, self.placement, transfers=True)
-                if each[0] in SEND_OF
-            ]
-        )
+        needed = partial(required, placement=self.placement, transfers=True)
+        return self._offsets(lambda *row: [each for each in needed(*row) if each[0] in SEND_OF])
 
-    def sends(self) -> list[tuple[int, int, int] | None]:
+    @_made_once
+    def sends(self) -> Sequence[tuple[int, int, int] | None]:
         """By row, of the send of an action's output: its offset, the offset of its receive, and the
         receiving rank; None without a send."""
         table: list[tuple[int, int, int] | None] = [None] * self.num_rows
@@ -215,7 +223,7 @@ class IndexedProgram:
             if transfer is not None and transfer.is_send:
                 value = REQUIRES[send][0][0]
                 for op in (value, *(op for op, covered in COVERS.items() if value in covered)):
-                    offset = self.offset(op, stage, (send, stage))
+                    offset = self.id(send, stage) - self.id(op, stage)
                     table[self.row(op, stage)] = offset, offset + transfer.offset, transfer.peer
         return table
 
@@ -230,8 +238,6 @@ def index_program(program: Program) -> IndexedProgram:
         placement=program.placement,
         num_microbatches=program.num_microbatches,
         num_splits=program.num_splits,
-        queues=[],
-        overlapped=[],
     )
     for rank, steps in enumerate(program.ranks):
         queue = _index_rank(steps, _valid_rows(indexed, rank), indexed.overlapped)
@@ -247,13 +253,12 @@ _Rows: TypeAlias = dict[Op, dict[int, tuple[int, Sequence[int | None]]]]
 
 
 def _valid_rows(program: IndexedProgram, rank: int) -> _Rows:
-    placement, rows = program.placement, _Rows()
-    for op in Op:
-        rows[op] = {}
-        for stage in placement.stages_of(rank):
-            passing = placement.passing(stage, program.num_microbatches)
-            rows[op][stage] = program.id(op, stage), (None,) if op in WHOLE_STAGE else passing
-    return rows
+    placement, size = program.placement, program.num_microbatches
+    valid = {stage: placement.passing(stage, size) for stage in placement.stages_of(rank)}
+    return {
+        op: {s: (program.id(op, s), (None,) if op in WHOLE_STAGE else m) for s, m in valid.items()}
+        for op in Op
+    }
 
 
 def _index_rank(
@@ -295,8 +300,7 @@ def faults(program: Program) -> Iterator[Problem]:
     """The steps that are invalid at any position on their rank."""
     for rank, steps in enumerate(program.ranks):
         for number, step in enumerate(steps):
-            message = _fault_of(step, rank, program)
-            if message is not None:
+            if (message := _fault_of(step, rank, program)) is not None:
                 yield Problem(rank=rank, step=number, action=str(step), message=message)
 
 

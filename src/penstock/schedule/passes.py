@@ -397,8 +397,7 @@ def _without_deadlock(placed: IndexedProgram) -> list[list[int]]:
     replay = blocking_replay(placed, transfers=True)
     # By rank and place in its queue, the receives moved there.
     moved: defaultdict[int, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    stopped: list[int] = []
-    looked_at = 0
+    stopped, looked_at = list[int](), 0
     while not replay.play():
         # A rank reaches a send by completing the previous step, so it has had a turn since the
         # last check.

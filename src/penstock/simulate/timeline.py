@@ -110,9 +110,9 @@ class _Timeline:
         inline = costs.bandwidth is not None and not costs.transfers_overlap
         in_turn = costs.bandwidth is not None and costs.one_message_at_a_time
         for send, stage in product(SEND_OF.values(), range(stages)):
-            peer, ((value, _),) = index.peer(send, stage), REQUIRES[send]
-            if peer is None:
+            if (peer := index.peer(send, stage)) is None:
                 continue
+            ((value, _),) = REQUIRES[send]
             latency = costs.latency_between(stage, peer[1], num_stages=stages)
             transfer = costs.transfer(stage, peer[1], num_stages=stages)
             row = index.row(send if self.sends else value, stage)
@@ -146,8 +146,7 @@ class _Timeline:
                 needed_row, delay = self.arrival[needed_row]
             found.append(((needed_row - row) * width, delay))
         if self.sends:
-            posted = required(op, stage, placement, transfers=True)
-            found += [(index.offset(op, stage, r), 0.0) for r in posted if r[0] in SEND_OF]
+            found += [(offset, 0.0) for offset in index.receives()[row]]
         return tuple(found)
 
     def _add_copies(self) -> None:
@@ -188,8 +187,8 @@ class _Timeline:
         chunks = self.index.required_chunks()
         messages = [row * width + offset for row, (offset, _) in self.received.items()]
         read = chain(messages, chunks.values())
-        fulfilled = needed_results(self.index.fulfilled(), needs, width, read)
-        fulfilled += [(0,)] * (len(needs) - self.num_rows)
+        added = [(0,)] * (len(needs) - self.num_rows)
+        fulfilled = [*needed_results(self.index.fulfilled(), needs, width, read), *added]
         overlaps: list[float] | None = None
         if self.costs.overlap is not None:
             lengths = self.costs.per_stage("overlap", num_stages=self.program.num_stages)
@@ -217,9 +216,8 @@ class _Timeline:
         """True if the program contains an action twice, by itself or as a part of another one."""
         ids, halves = self.ids, {Op.INPUT_GRAD, Op.WEIGHT_GRAD}
         if self.ops & WHOLE_STAGE or (Op.FULL_BACKWARD in self.ops and self.ops & halves):
-            table = self.index.fulfilled()
-            for row, (op, _) in enumerate(self.index.rows()):
-                table[row] = () if op in WHOLE_STAGE else table[row]
+            rows = zip(self.index.rows(), self.index.fulfilled(), strict=True)
+            table = [() if op in WHOLE_STAGE else offsets for (op, _), offsets in rows]
             ids = [number + offset for number in ids for offset in table[number // self.width]]
         return len(set(ids)) < len(ids)
 
