@@ -5,6 +5,7 @@ And two settings of all processes of the tests, which a test may start many of.
 
 from __future__ import annotations
 
+import gc
 import os
 
 # They share the machine's cores: one thread each. Torch reads it as it is imported.
@@ -23,6 +24,12 @@ settings.register_profile(
     "nightly", deadline=None, max_examples=3000, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
