@@ -107,7 +107,8 @@ class Piped(Common):
                 case "layers":
                     more["split"] = plan.split
                 case "by module":
-                    more["split"] = _beginnings(plan) or None
+                    if plan.given != "auto":  # which balances the stages itself
+                        more["split"] = _beginnings(plan) or None
                     more["example"] = self._example()
         own = "loss" in recipe.between
         if not own or self.scaler is not None or _are_stages(model):
@@ -271,7 +272,7 @@ class Piped(Common):
         if self.group is None:
             assert isinstance(error.__cause__, Boom), repr(error.__cause__)
         stage = -1
-        if error.stage is not None:
+        if error.stage is not None and self.now.given != "auto":
             stage = self.pipe.program.placement.model_stage(error.stage)
         found = {"failed in stage": torch.tensor(stage)}
         if self.now.sums_in_order and not self.now.kept:

@@ -215,6 +215,13 @@ def test_time_counts_where_it_is_spent() -> None:
         assert 0 < block.weight_grad_s < 0.035
 
 
+def test_sparse_gradients_have_no_storage_to_count() -> None:
+    model = nn.Sequential(nn.Embedding(8, DIM, sparse=True), nn.Linear(DIM, DIM))
+    measured = profile(model, torch.arange(8), runs=2)
+    assert measured.blocks[0].parameter_bytes == 8 * DIM * 4
+    assert all(param.grad is None for param in model.parameters())
+
+
 def test_a_delay_that_moves_between_blocks_counts() -> None:
     """One of three layers naps in each forward, and each in one of three runs: no median does."""
 

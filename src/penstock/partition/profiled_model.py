@@ -341,7 +341,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.laps: list[tuple[int, int]] = []
         self._live = self._peak = 0
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._known = {t.untyped_storage().data_ptr() for t in known if t.layout is torch.strided}
         self._storages: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(
