@@ -96,8 +96,8 @@ _engine = torch.autograd.Variable._execution_engine
 _interpreters = torch._C._functorch.peek_interpreter_stack
 
 
-# The attribute that torch.compile looks up first on its argument; it has no public hook to refuse.
-COMPILE_PROBE = "_torchdynamo_orig_callable"
+# What torch.compile looks up on its argument, the second since 2.15; no public hook refuses one.
+COMPILE_PROBES = ("_torchdynamo_orig_callable", "_dynamic_spec")
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -509,7 +509,7 @@ def fused_by(module: nn.Module) -> str | None:
     """
     compiled = is_compiled_in_place(module) or is_compiled(module)
     functions = filter(callable, vars(module).values())
-    if compiled or any(hasattr(each, COMPILE_PROBE) for each in functions):
+    if compiled or any(hasattr(each, COMPILE_PROBES[0]) for each in functions):
         return "torch.compile"
     return "torch.jit" if isinstance(module, torch.jit.ScriptModule) else None
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock._torch_compat import COMPILE_PROBE
+from penstock._torch_compat import COMPILE_PROBES
 from penstock.cause import publishing_errors
 from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError, StageError, folds_tracebacks
@@ -269,7 +269,7 @@ class Pipeline(ModelState):
     if not TYPE_CHECKING:  # where any name would do
 
         def __getattr__(self, name: str) -> Any:
-            if name == COMPILE_PROBE:
+            if name in COMPILE_PROBES:
                 raise TypeError(
                     "torch.compile takes no Pipeline, which is no module; compile its stages: "
                     "for stage in pipe.stages: penstock.compile_stage(stage.submod)"
