@@ -27,7 +27,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: the garbage collector need not look at it again and again."""
+    """Modules stay until the end: the garbage collector need not scan them again and again."""
     gc.collect()
     gc.freeze()
 

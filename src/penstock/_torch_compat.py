@@ -96,8 +96,9 @@ _engine = torch.autograd.Variable._execution_engine
 _interpreters = torch._C._functorch.peek_interpreter_stack
 
 
-# What torch.compile looks up on its argument, the second since 2.15; no public hook refuses one.
-COMPILE_PROBES = ("_torchdynamo_orig_callable", "_dynamic_spec")
+# torch.compile looks these up on its argument, the second since 2.15; it has no hook to refuse.
+_ORIGINAL = "_torchdynamo_orig_callable"
+COMPILE_PROBES = (_ORIGINAL, "_dynamic_spec")
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -507,9 +508,8 @@ def fused_by(module: nn.Module) -> str | None:
 
     A copy of a compiled module would run the original. Only private attributes mark it.
     """
-    compiled = is_compiled_in_place(module) or is_compiled(module)
-    functions = filter(callable, vars(module).values())
-    if compiled or any(hasattr(each, COMPILE_PROBES[0]) for each in functions):
+    marked = any(hasattr(each, _ORIGINAL) for each in vars(module).values() if callable(each))
+    if marked or is_compiled_in_place(module) or is_compiled(module):
         return "torch.compile"
     return "torch.jit" if isinstance(module, torch.jit.ScriptModule) else None
 

@@ -218,7 +218,8 @@ class Common:
         ends = [sum(self.now.split[: i + 1]) for i in range(len(self.now.split))]
         last = len(ends) - 1
         stage = last if move.place == "loss" else sum(end <= move.unit for end in ends)
-        stage = -1 if self.now.given == "auto" else stage  # which cuts where it likes
+        if self.now.given == "auto":  # which cuts where it likes
+            stage = -1
         return {
             "failed in stage": torch.tensor(stage),
             "failed in microbatch": torch.tensor(move.microbatch),
