@@ -30,11 +30,12 @@ def test_one_node(num_processes: int | None, run_example: RunExample) -> None:
 
 
 def has_namespaces() -> bool:
+    name = f"penstock-probe-{os.getpid()}"  # workers of the tests ask at the same time
     try:
-        made = subprocess.run(["ip", "netns", "add", "penstock-probe"], capture_output=True)
+        made = subprocess.run(["ip", "netns", "add", name], capture_output=True)
     except OSError:
         return False
-    subprocess.run(["ip", "netns", "delete", "penstock-probe"], capture_output=True)
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True)
     return made.returncode == 0
 
 
