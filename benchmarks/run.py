@@ -72,7 +72,7 @@ def measures(quick: bool) -> dict[str, Callable[[], list[Figure]]]:
         "trainer": lambda: measure_trainer(rounds=1 if quick else 5, steps=4 if quick else 8),
         "memory": measure_memory,
         "forecast": lambda: measure_forecasts(rounds=1 if quick else 3, steps=2 if quick else 10),
-        "planning": lambda: measure_planning(rounds=1 if quick else 5),
+        "planning": lambda: measure_planning(rounds=1 if quick else 3),
         "search": lambda: measure_search(quick),
         "check": lambda: measure_check(rounds=1 if quick else 3),
         "simulate": lambda: measure_simulation(rounds=1 if quick else 5),

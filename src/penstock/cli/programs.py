@@ -196,9 +196,7 @@ def _refuse_unused(sources: list[str], settings: Settings) -> None:
         )
 
 
-def check(
-    file: Annotated[str, typer.Argument(help="A program as CSV, in torch's form.")],
-) -> None:
+def check(file: Annotated[str, typer.Argument(help="A program as CSV, in torch's form.")]) -> None:
     """Prove that a program is valid; else list its problems, with exit code 1."""
     if not is_file(file):
         raise ScheduleError(

@@ -243,9 +243,7 @@ def _count_problems(
             yield Problem(rank=rank, step=None, action=str(act), message=f"{act} is missing")
 
 
-def _message_orders(
-    program: IndexedProgram,
-) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
+def _message_orders(program: IndexedProgram) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
     """By directed pair of ranks (from, to), the ids of its receives: by sends, and by posting."""
     orders: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
     # By row: the list that a transfer belongs to, and the offset to the receive.

@@ -259,23 +259,25 @@ def offload(program: Program, *, stages: Iterable[int] | None = None, ahead: int
 
 def _offloaded(steps: tuple[Step, ...], stages: frozenset[int], ahead: int) -> list[Step]:
     computing = [i for i, step in enumerate(steps) if any(a.op in COMPUTE for a in step.parts)]
-    forwards: dict[tuple[int, int | None], int] = {}
-    after: defaultdict[int, list[Step]] = defaultdict(list)
-    before: defaultdict[int, list[Step]] = defaultdict(list)
+    forwards: dict[tuple[int, int | None], tuple[int, int]] = {}
+    # By index of the step, its complement for the second of a pair; lists would make garbage.
+    after: dict[int, Action] = {}
+    before: dict[int, Action] = {}
     for place, index in enumerate(computing):
-        for act in steps[index].parts:
+        for number, act in enumerate(steps[index].parts):
             key = (act.stage, act.microbatch)
             if act.stage not in stages:
                 continue
             if act.op is Op.FORWARD:
-                forwards[key] = place
-            elif act.op in INPUT_GRADS and place - ahead > forwards.get(key, place) + 1:
-                made, needed = computing[forwards[key]], computing[place - ahead]
-                after[made].append(action(act.stage, Op.OFFLOAD, act.microbatch))
-                before[needed].append(action(act.stage, Op.RELOAD, act.microbatch))
+                forwards[key] = place, ~index if number else index
+            elif act.op in INPUT_GRADS and place - ahead > forwards.get(key, (place,))[0] + 1:
+                after[forwards[key][1]] = action(act.stage, Op.OFFLOAD, act.microbatch)
+                needed = computing[place - ahead]
+                reload = action(act.stage, Op.RELOAD, act.microbatch)
+                before[~needed if number else needed] = reload
     moved: list[Step] = []
-    for index, step in enumerate(steps):
-        moved += (*before.get(index, ()), step, *after.get(index, ()))
+    for i, step in enumerate(steps):
+        moved += filter(None, (before.get(i), before.get(~i), step, after.get(i), after.get(~i)))
     return moved
 
 

@@ -24,6 +24,7 @@ Source: arXiv:2401.10241, sec. 3.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -45,7 +46,9 @@ _WEIGHT_SHARE = 0.4
 
 
 def zb_1p(*, ranks: int, microbatches: int, **costs: StageCost) -> Program:
-    """Zero bubble built for given costs, in the memory of P activations."""
+    """Zero bubble built for given costs, in the memory of P activations; for equal ones ZB-H1."""
+    if not costs:
+        return replace(zb_h1(ranks=ranks, microbatches=microbatches), name="zb-1p")
     return _best("zb-1p", ranks, microbatches, ranks, (1.0,), **costs)
 
 
