@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 from hypothesis import strategies as st
@@ -62,4 +63,6 @@ def problems(draw: st.DrawFn) -> SearchProblem:
         objective=draw(st.sampled_from(["makespan", "span"])),
     )
     least = problem.least_memory
-    return problem.limited(draw(st.sampled_from([least, least + 2, 1.5 * least, 3 * least, inf])))
+    return replace(
+        problem, limit=draw(st.sampled_from([least, least + 2, 1.5 * least, 3 * least, inf]))
+    )

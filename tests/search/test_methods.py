@@ -21,7 +21,6 @@ from penstock.search.local_search import ExchangedOrder, anneal
 from penstock.search.patterns import (
     PatternParams,
     PatternSearch,
-    few_microbatches,
     in_flight,
     lay_pattern,
     run_pattern,
@@ -153,9 +152,10 @@ def test_a_block_repeats_without_collisions() -> None:
 
 def test_few_microbatches_tell_of_many() -> None:
     problem = problem_of(linear(4), 200, limit=3)
-    assert few_microbatches(problem) == 24
     search = PatternSearch(problem, seed=0)
-    for _ in range(20):
+    search.step()
+    assert search.placed == 24 * problem.num_kinds
+    for _ in range(19):
         search.step()
     estimate, params = search.best[0]
     assert run_pattern(problem, params).value == pytest.approx(estimate, rel=0.02)
@@ -258,7 +258,7 @@ def test_windows_lead_to_the_optimum_and_end_there() -> None:
 @settings(deadline=None, max_examples=20)
 @given(problems(), st.randoms(use_true_random=False))
 def test_no_program_beats_the_bound_on_the_span(problem: SearchProblem, random: Any) -> None:
-    few = replace(problem, num_microbatches=2, objective="span").limited(math.inf)
+    few = replace(problem, num_microbatches=2, objective="span", limit=math.inf)
     answer = improve(few, worst(few), effort_s=0.3, clock_s=5, seed=0)
     for _ in range(20):
         assert simulate(any_program(few, random), few.costs).span >= answer.bound - 1e-9
@@ -308,7 +308,7 @@ def test_full_backwards_that_hold_less_than_split_ones_are_not_split() -> None:
     assert answer.order is not None
     ops = {act.op for act in problem.program(answer.order, name="x").actions()}
     assert ops == {Op.FORWARD, Op.FULL_BACKWARD}
-    free = problem.limited(math.inf)
+    free = replace(problem, limit=math.inf)
     assert improve(free, worst(free), effort_s=1, clock_s=30, seed=0).bound == 7
 
 

@@ -481,6 +481,11 @@ def test_methods_are_at_work_in_the_order_that_is_documented(
     assert list(dict.fromkeys(began)) == order
 
 
+def test_a_large_step_in_half_the_memory() -> None:
+    found = search(ranks=24, microbatches=256, memory_limit=12, time_limit_s=5, exact=False)
+    assert found.peak <= 12 and found.gap < 0.1
+
+
 # --- bad input ---------------------------------------------------------------------------------
 
 

@@ -273,8 +273,7 @@ def _offloaded(steps: tuple[Step, ...], stages: frozenset[int], ahead: int) -> l
             elif act.op in INPUT_GRADS and place - ahead > forwards.get(key, (place,))[0] + 1:
                 after[forwards[key][1]] = action(act.stage, Op.OFFLOAD, act.microbatch)
                 needed = computing[place - ahead]
-                reload = action(act.stage, Op.RELOAD, act.microbatch)
-                before[~needed if number else needed] = reload
+                before[~needed if number else needed] = action(act.stage, Op.RELOAD, act.microbatch)
     moved: list[Step] = []
     for i, step in enumerate(steps):
         moved += filter(None, (before.get(i), before.get(~i), step, after.get(i), after.get(~i)))

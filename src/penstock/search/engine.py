@@ -1,6 +1,6 @@
 """``search``: the best program for given costs, by methods from cheap to exact.
 
-    closed forms       every registered schedule on these placements
+    closed forms       every registered schedule; in large steps the best, list-scheduled, too
     periodic patterns  tuned on few microbatches, the best stretched to all
     local search       neighbours on the critical path of several orders, if the step is not large
     exact              CP-SAT, started from the best, if the step is small
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -24,6 +25,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.placement import Placement
 from penstock.schedule.registry import build, schedules
 from penstock.schedule.rules import COMPUTE, INPUT_GRADS
+from penstock.schedule.workload import schedule_by_priority
 from penstock.search.exact import improve, improve_windows
 from penstock.search.local_search import anneal
 from penstock.search.memory_reduction import reduce_memory, refuse_infeasible
@@ -131,8 +133,7 @@ def search(
             "reload=...)",
             parameter="offload",
         )
-    ways = {"recompute": recompute, "offload": offload}
-    allowed = [way for way, is_allowed in ways.items() if is_allowed]
+    allowed = [way for way, may in (("recompute", recompute), ("offload", offload)) if may]
     budget = Budget(time_limit_s)
     problems = problems_of(
         costs,
@@ -150,7 +151,7 @@ def search(
     )
     if allowed:
         # Searches without a limit first: a fast program may become feasible by memory reduction.
-        loose = [problem.limited(math.inf) for problem in problems]
+        loose = [replace(problem, limit=math.inf) for problem in problems]
         _run_methods(state, loose, budget.part(_LOOSE), exact=exact)
         reduce_memory(state, problems, allowed)
         budget = budget.part(1 - _LOOSE, of=1 - _LOOSE)
@@ -179,6 +180,13 @@ def _run_methods(
     if closed_forms:
         _closed_forms(state)
     size = problems[0].size
+    if size > _EXCHANGED and not state.is_late(times=4):
+        # Too large for local search: the best order so far, list-scheduled by its times.
+        best = state.ranked()[0].program
+        problem = next(each for each in problems if each.placement == best.placement)
+        if played := problem.replay(problem.order(best)):
+            order = schedule_by_priority(problem, played.ends).order
+            state.note_order(problem, order, "list scheduling")
     # The parts of the work.
     parts = [0.35, 0.65] if size <= _EXCHANGED else [1.0]
     if exact and size <= _EXACT:
@@ -238,7 +246,7 @@ def _tune_patterns(state: SearchState, budget: Budget) -> None:
             part, bound = budget.part(share, of=1 - before), state.bound(tuned.whole)
             until = tuned.placed + part.actions - is_large * _RUN * tuned.whole.size
             while tuned.placed < until and tuned.stale < _STALE:
-                if state.is_late(part, times=2):
+                if state.is_late(part, times=2 + is_large * 2 * _RUN * len(searches)):
                     break
                 tuned.step()
                 if meets(tuned.best[0][0], bound):
@@ -353,8 +361,7 @@ def _search_exactly(state: SearchState, budget: Budget) -> None:
     for number, problem in enumerate(rivals):
         if state.is_over():
             return
-        before = number / len(rivals)
-        part = budget.part(1 / len(rivals), of=1 - before)
+        part = budget.part(1 / len(rivals), of=1 - number / len(rivals))
         start = problem.replay(problem.order(state.ranked(problem.placement)[0].program))
         assert start is not None, "a program that ends with full backwards ends with split ones"
         answer = improve(

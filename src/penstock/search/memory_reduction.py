@@ -86,7 +86,7 @@ def _one_by_one(problem: SearchProblem) -> Order:
     """An order in which no stage holds more than one microbatch."""
     wishes = [[float(n) for n in range(problem.num_microbatches)]] * problem.num_kinds
     windows = (1,) * problem.placement.num_stages
-    free = problem.limited(problem.least_memory)
+    free = replace(problem, limit=problem.least_memory)
     return schedule_by_priority(free, wishes, windows=windows).order
 
 
@@ -103,8 +103,7 @@ def _reduce(
     while True:
         program = _PASSES[way](base, stages=frozenset(chosen)) if chosen else base
         result = simulate(program, problem.costs)
-        peaks = result.peak_bytes
-        full = [rank for rank, peak in enumerate(peaks) if peak > problem.most]
+        full = [rank for rank, peak in enumerate(result.peak_bytes) if peak > problem.most]
         if not full:
             break
         more = [largest_first[rank].pop(0) for rank in full if largest_first[rank]]
@@ -116,7 +115,7 @@ def _reduce(
             Point(
                 program=program,
                 value=getattr(result, problem.objective),
-                peak=float(max(peaks)),
+                peak=float(max(result.peak_bytes)),
                 method=f"{way}, after {method}",
             )
         )

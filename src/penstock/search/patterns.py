@@ -24,8 +24,7 @@ from penstock.schedule.families.periodic import PeriodicPattern, PeriodicSlots
 from penstock.schedule.workload import TimedOrder, schedule_by_priority
 from penstock.search.problem import SearchProblem
 
-__all__ = ["PatternParams", "PatternSearch", "few_microbatches", "in_flight", "lay_pattern"]
-__all__ += ["run_pattern"]
+__all__ = ["PatternParams", "PatternSearch", "in_flight", "lay_pattern", "run_pattern"]
 
 _NEAR = 1e-9
 _POOL = 8
@@ -40,6 +39,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "width": (None, 1.0, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0),
     "patience": (0.0, 0.0, 0.0, 0.5, 1.0),
 }
+_WITH_LONGER = _CHOICES | {"longer": (1.0, 1.0, 1.0, 1.05, 1.1, 1.2)}
 
 
 class PatternParams(NamedTuple):
@@ -53,6 +53,8 @@ class PatternParams(NamedTuple):
     weight_slope: float = 0.0
     # If True, actions must not overlap within the period.
     packed: bool = True
+    # The period, as a multiple of the busiest rank's work per microbatch.
+    longer: float = 1.0
     # The number of microbatches that stages may hold, as a multiple of the pattern's; None for the
     # memory limit alone.
     width: float | None = 1.0
@@ -77,8 +79,7 @@ def lay_pattern(problem: SearchProblem, params: PatternParams) -> PeriodicPatter
     work = [0.0] * num_ranks
     for rank, duration in zip(problem.ranks, durations, strict=True):
         work[rank] += duration
-    # The period is the busiest rank's work per microbatch.
-    period = max(work)
+    period = max(work) * params.longer
     slots = [PeriodicSlots(period) for _ in range(num_ranks)]
     starts = [0.0] * problem.num_kinds
     weights = range(problem.num_kinds - 1, 2 * stages - 1, -1)
@@ -113,12 +114,6 @@ def run_pattern(problem: SearchProblem, params: PatternParams) -> TimedOrder:
     )
 
 
-def few_microbatches(problem: SearchProblem) -> int:
-    """The number of microbatches that shows the steady state; all if that is not much less."""
-    few = max(24, 5 * problem.placement.num_ranks // 2)
-    return few if 2 * problem.num_microbatches > 3 * few else problem.num_microbatches
-
-
 class PatternSearch:
     """A search for pattern parameters: random ones, and mutations of the best.
 
@@ -132,7 +127,10 @@ class PatternSearch:
 
     def __init__(self, problem: SearchProblem, *, seed: int) -> None:
         self.whole = problem
-        self._problem = replace(problem, num_microbatches=few_microbatches(problem))
+        # The number of microbatches that shows the steady state; all if that is not much less.
+        few, num = max(24, 5 * problem.placement.num_ranks // 2), problem.num_microbatches
+        self._choices = _WITH_LONGER if 2 * num > 3 * few else _CHOICES
+        self._problem = replace(problem, num_microbatches=few if 2 * num > 3 * few else num)
         self._random = random.Random(seed)
         self._seen: set[PatternParams] = set()
         self.best: list[tuple[float, PatternParams]] = []
@@ -165,6 +163,6 @@ class PatternSearch:
         if not self.best:
             return PatternParams()
         if draw((True, False, False)):
-            return PatternParams(**{name: draw(values) for name, values in _CHOICES.items()})
-        name = draw(list(_CHOICES))
-        return draw(self.best)[1]._replace(**{name: draw(_CHOICES[name])})
+            return PatternParams(**{name: draw(values) for name, values in self._choices.items()})
+        name = draw(list(self._choices))
+        return draw(self.best)[1]._replace(**{name: draw(self._choices[name])})

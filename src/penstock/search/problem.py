@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import get_args
 
@@ -98,10 +98,6 @@ class SearchProblem(Workload):
     def is_feasible(self) -> bool:
         """True if some program is within the limit."""
         return self.least_memory <= self.most
-
-    def limited(self, limit: float) -> SearchProblem:
-        """A copy with another limit."""
-        return replace(self, limit=limit)
 
     def peaks(self, program: Program) -> tuple[float, ...]:
         """For each rank, the peak memory of a program on this placement."""
