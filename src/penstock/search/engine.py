@@ -246,6 +246,7 @@ def _tune_patterns(state: SearchState, budget: Budget) -> None:
             part, bound = budget.part(share, of=1 - before), state.bound(tuned.whole)
             until = tuned.placed + part.actions - is_large * _RUN * tuned.whole.size
             while tuned.placed < until and tuned.stale < _STALE:
+                # In a large step, with all microbatches a pattern takes as long as two checks.
                 if state.is_late(part, times=2 + is_large * 2 * _RUN * len(searches)):
                     break
                 tuned.step()
