@@ -16,17 +16,19 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import random
+import socket
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.utils.distributed import get_free_port
 
-__all__ = ["Outcome", "run_ranks"]
+__all__ = ["Outcome", "fork_server", "free_port", "run_ranks"]
 
 Work = Callable[..., Any]
 
@@ -90,7 +92,7 @@ def run_ranks(work: Work, num_ranks: int, *args: Any, timeout_s: float = 60) -> 
         The outcomes, by rank.
     """
     context = fork_server()
-    port = get_free_port()  # type: ignore[no-untyped-call]
+    port = free_port()
     processes, connections = [], []
     for rank in range(num_ranks):
         here, there = context.Pipe()
@@ -114,6 +116,16 @@ def fork_server() -> Any:
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))
     return context
+
+
+def free_port() -> int:
+    """A port of this machine for a store, below those that the system gives to connections: one of
+    these could be taken before the store listens."""
+    while True:
+        port = random.SystemRandom().randrange(16_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def _report(connection: Any, deadline: float) -> bytes | None:

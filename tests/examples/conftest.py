@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.utils.distributed import get_free_port
 
-from tests.processes import fork_server
+from tests.processes import fork_server, free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -76,7 +75,7 @@ def _in_processes(
         "WORLD_SIZE": str(num),
         "LOCAL_WORLD_SIZE": str(num),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(get_free_port()),  # type: ignore[no-untyped-call]
+        "MASTER_PORT": str(free_port()),
     }
     ranks = []
     for rank in range(num):
