@@ -258,25 +258,25 @@ def offload(program: Program, *, stages: Iterable[int] | None = None, ahead: int
 
 
 def _offloaded(steps: tuple[Step, ...], stages: frozenset[int], ahead: int) -> list[Step]:
-    computing = [i for i, step in enumerate(steps) if any(a.op in COMPUTE for a in step.parts)]
-    forwards: dict[tuple[int, int | None], tuple[int, int]] = {}
-    # By index of the step, its complement for the second of a pair; lists would make garbage.
-    after: dict[int, Action] = {}
-    before: dict[int, Action] = {}
-    for place, index in enumerate(computing):
-        for number, act in enumerate(steps[index].parts):
-            key = (act.stage, act.microbatch)
-            if act.stage not in stages:
-                continue
-            if act.op is Op.FORWARD:
-                forwards[key] = place, ~index if number else index
-            elif act.op in INPUT_GRADS and place - ahead > forwards.get(key, (place,))[0] + 1:
-                after[forwards[key][1]] = action(act.stage, Op.OFFLOAD, act.microbatch)
-                needed = computing[place - ahead]
-                before[~needed if number else needed] = action(act.stage, Op.RELOAD, act.microbatch)
+    computing = [step for step in steps if any(act.op in COMPUTE for act in step.parts)]
+    forwards: dict[tuple[int, int | None], int] = {}
+    chosen: set[tuple[int, int | None]] = set()
+    for place, step in enumerate(computing):
+        for act in step.parts:
+            made = forwards.setdefault((act.stage, act.microbatch), place)
+            if act.op in INPUT_GRADS and act.stage in stages and place - ahead > made + 1:
+                chosen.add((act.stage, act.microbatch))
     moved: list[Step] = []
-    for i, step in enumerate(steps):
-        moved += filter(None, (before.get(i), before.get(~i), step, after.get(i), after.get(~i)))
+    later = iter(computing[ahead:])
+    for step in steps:
+        if any(act.op in COMPUTE for act in step.parts) and (coming := next(later, None)):
+            for act in coming.parts:
+                if act.op in INPUT_GRADS and (act.stage, act.microbatch) in chosen:
+                    moved.append(action(act.stage, Op.RELOAD, act.microbatch))
+        moved.append(step)
+        for act in step.parts:
+            if act.op is Op.FORWARD and (act.stage, act.microbatch) in chosen:
+                moved.append(action(act.stage, Op.OFFLOAD, act.microbatch))
     return moved
 
 

@@ -181,7 +181,7 @@ def _run_methods(
         _closed_forms(state)
     size = problems[0].size
     if size > _EXCHANGED and not state.is_late(times=4):
-        # Too large for local search: the best order so far, list-scheduled by its times.
+        # Too large for local search: list-schedule the best order so far, by its times.
         best = state.ranked()[0].program
         problem = next(each for each in problems if each.placement == best.placement)
         if played := problem.replay(problem.order(best)):

@@ -129,8 +129,8 @@ class PatternSearch:
         self.whole = problem
         # The number of microbatches that shows the steady state; all if that is not much less.
         few, num = max(24, 5 * problem.placement.num_ranks // 2), problem.num_microbatches
-        self._choices = _WITH_LONGER if 2 * num > 3 * few else _CHOICES
-        self._problem = replace(problem, num_microbatches=few if 2 * num > 3 * few else num)
+        self._choices = _WITH_LONGER if (is_long := 2 * num > 3 * few) else _CHOICES
+        self._problem = replace(problem, num_microbatches=few if is_long else num)
         self._random = random.Random(seed)
         self._seen: set[PatternParams] = set()
         self.best: list[tuple[float, PatternParams]] = []

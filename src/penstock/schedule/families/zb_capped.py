@@ -46,7 +46,7 @@ _WEIGHT_SHARE = 0.4
 
 
 def zb_1p(*, ranks: int, microbatches: int, **costs: StageCost) -> Program:
-    """Zero bubble built for given costs, in the memory of P activations; for equal ones ZB-H1."""
+    """Zero bubble built for given costs, in the memory of P activations; ZB-H1 without costs."""
     if not costs:
         return replace(zb_h1(ranks=ranks, microbatches=microbatches), name="zb-1p")
     return _best("zb-1p", ranks, microbatches, ranks, (1.0,), **costs)
