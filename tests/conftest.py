@@ -5,8 +5,8 @@ And two settings of all processes of the tests, which a test may start many of.
 
 from __future__ import annotations
 
-import gc
 import os
+from importlib import import_module
 
 # They share the machine's cores: one thread each. Torch reads it as it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,9 +27,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_collection_finish() -> None:
-    """Modules stay until the end: the garbage collector need not scan them again and again."""
-    gc.collect()
-    gc.freeze()
+    import_module("tests.frozen")
 
 
 @pytest.fixture(scope="session", autouse=True)

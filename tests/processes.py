@@ -45,7 +45,7 @@ _IMPORTED = (
     "torch.export._trace",
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
-    "tests.preloaded",  # last
+    "tests.frozen",  # last
 )
 _ENDING_S = 20.0  # the time that a process which has reported waits for the others, and to end
 

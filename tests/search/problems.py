@@ -1,17 +1,19 @@
-"""Problems to search on: built by hand, or drawn at random."""
+"""Problems to search on, built by hand or drawn at random; what holds for every result."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
 
+import pytest
 from hypothesis import strategies as st
 
-from penstock import Costs
+from penstock import Costs, check, simulate
 from penstock.schedule.placement import Placement, looped, wave
 from penstock.search.problem import Objective, SearchProblem
+from penstock.search.state import SearchResult
 
-__all__ = ["LATE_COSTS", "problem_of", "problems"]
+__all__ = ["LATE_COSTS", "assert_sound", "problem_of", "problems"]
 
 # On three ranks in loops, two microbatches, four activations: the best span is 38, with ranks that
 # start later than they could. Where all take microbatch 0 first there is none below 39.
@@ -66,3 +68,14 @@ def problems(draw: st.DrawFn) -> SearchProblem:
     return replace(
         problem, limit=draw(st.sampled_from([least, least + 2, 1.5 * least, 3 * least, inf]))
     )
+
+
+def assert_sound(found: SearchResult, costs: Costs | None = None) -> None:
+    """The program is right, costs what is said, and beats no bound."""
+    costs = Costs() if costs is None else costs
+    assert check(found.program) == found.program
+    again = simulate(found.program, costs)
+    assert getattr(again, found.objective) == found.value
+    assert found.simulation.makespan == again.makespan
+    assert found.bound <= found.value
+    assert found.gap == pytest.approx(1 - found.bound / found.value)
