@@ -83,7 +83,8 @@ def assemble(spec: PipelineSpec) -> Assembly:
         ties = spec.shared or stages[0].ties or find_ties(cut.modules)
     else:
         cut, number = _cut(spec, split, program), program.placement.model_stage
-        layout, ties = _layout(cut.modules), [*spec.shared, *find_ties(cut.modules)]
+        layout, found = _layout(cut.modules), find_ties(cut.modules)
+        ties = [*spec.shared, *(tie for tie in found if tie not in spec.shared)]
         mine = {number(i): cut.modules[number(i)] for i in local}
         roots = [model] if isinstance(model, nn.Module) else model
         mine = materialize(mine, spec.device, roots, spec.init_fn, spec.wrap_fn)

@@ -148,7 +148,8 @@ def fold_tracebacks(error: BaseException | None) -> None:
     """
     if error is None or isinstance(error, InternalError) or shows_full_tracebacks():
         return
-    fold_tracebacks(error.__context__ if error.__cause__ is None else error.__cause__)
+    cause = error.__context__ if error.__cause__ is None else error.__cause__
+    fold_tracebacks(None if cause is error else cause)  # as ``raise error from error`` makes it
     frames: list[TracebackType] = []
     each = error.__traceback__
     while each is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import penstock
-from penstock.integrations.accelerate import LookAhead
+from penstock.integrations.transformers import LookAhead
 from tests.integrations.trainer_runs import SIZES
 from tests.processes import run_ranks
 

@@ -65,7 +65,7 @@ class Settings:
     ] = None
     virtual: Annotated[
         int | None,
-        option("Stages per rank.", "--virtual", "-v", show_default="by costs, else by schedule"),
+        option("Stages per rank.", "--virtual", "-v", show_default="the schedule's, or by costs"),
     ] = None
     option: Annotated[
         list[str] | None, option(_OPTION_TEXT, "--option", "-O", metavar="NAME=VALUE")

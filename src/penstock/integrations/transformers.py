@@ -7,39 +7,41 @@
 The first call of ``training_step`` runs all batches of a step; each call returns its own batch's
 loss. The loss, its normalization and its scale are Trainer's, whose ``training_step`` is called
 twice per microbatch: with a stand-in for the model that raises the arguments of the call, and on
-the last stage's rank with one that returns the output.
+the last stage's rank with one that returns the output. An evaluation for losses alone looks ahead
+for as many batches.
 
-An evaluation for losses alone looks ahead for as many batches. Trainer splits its data and gathers
-its results over the processes of its ``Accelerator``, which are replicas here (``accelerate.py``).
-A replica's first rank loads its data.
+Trainer splits its data and gathers its results over the processes of its ``Accelerator``, which are
+replicas here. Of the batches that a replica's ranks load, those of its first rank are used.
+
+                 stage 0   stage 1         a row is a pipeline, and one process to Accelerate
+    replica 0    rank 0    rank 1          a column holds the same stages, and is gathered over
+    replica 1    rank 2    rank 3
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import convert_to_fp32, recursively_apply, send_to_device
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from penstock.errors import StageError
-from penstock.integrations.accelerate import (
-    LookAhead,
-    ModelCall,
-    PipelinedModel,
-    ReplicaAccelerator,
-    StandIn,
-)
 from penstock.pipeline import Pipeline
+from penstock.runtime.comm.c10d import control_group
 from penstock.runtime.comm.process_group import collective_call, gather_objects
 from penstock.training.checkpoint import load_optimizer_state, plain_optimizer_state
+from penstock.training.clip import clip_grad_norm_
 
-__all__ = ["PipelineTrainer"]
+__all__ = ["LookAhead", "PipelineTrainer"]
 
 _REFUSED = (  # settings of TrainingArguments
     *("auto_find_batch_size", "bf16_full_eval", "deepspeed", "eval_use_gather_object", "fp16"),
@@ -118,18 +120,38 @@ class PipelineTrainer(Trainer):
                 group=None if mesh is None else mesh["stage"].get_group(),
                 **{"microbatch_rng": True, **self._options},
             )
-            names = ("bucket_cap_mb", "broadcast_buffers")
-            given = {name: getattr(self.args, f"ddp_{name}") for name in names}
-            options: Any = {name: value for name, value in given.items() if value is not None}
             for stage in pipe.stages if replicas is not None else ():
                 if any(param.requires_grad for param in stage.submod.parameters()):
-                    stage.submod = DistributedDataParallel(
-                        stage.submod, process_group=replicas, **options
-                    )
+                    options: Any = self.accelerator.ddp_handler.to_kwargs()
+                    stage.submod = DDP(stage.submod, process_group=replicas, **options)
             self._pipelined = PipelinedModel(pipe, self.model, self.accelerator)
             self.accelerator.pipelined = self._pipelined
         self.model_wrapped = self._pipelined
         return self._pipelined
+
+    def _run(self, run: Any, step: Any, batches: Any, *args: Any, **options: Any) -> None:
+        """Run microbatches, with the arguments with which a step of Trainer's calls the model."""
+        calls = []
+        for each in batches:
+            try:
+                step(StandIn(), dict(each), *args)
+            except ModelCall as found:
+                calls.append(found.call)
+            else:
+                raise StageError("compute_loss() does not call the model")
+        arg_mbs, kwarg_mbs = zip(*calls, strict=True)
+        with self.accelerator.autocast():
+            run(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=batches, **options)
+        self._losses = [loss.to(self.args.device) for loss in self.pipeline.losses]
+
+    def _microbatch_loss(self, output: Any, inputs: Any, *, num_items: Any = None) -> Any:
+        """Trainer's loss for an output of the last stage; outside of autocast, as in Trainer."""
+        with torch.autocast(self.args.device.type, enabled=False):
+            stand_in = StandIn(self.accelerator.in_full_precision(output))
+            if not self._prepare_pipeline().training:
+                return super().prediction_step(stand_in, dict(inputs), True)[0]
+            super().training_step(stand_in, dict(inputs), num_items)
+        return self.accelerator.loss
 
     # --- training ----------------------------------------------------------------------------
 
@@ -149,58 +171,29 @@ class PipelineTrainer(Trainer):
             batches, self._batches = self._batches, []
             if not batches or inputs is not batches[0]:
                 raise StageError("training_step() takes the batches of get_batch_samples()")
-            step, num = super().training_step, num_items_in_batch
-            calls = [self._model_call(step, each, num) for each in batches]
-            pipe, num_items = self._prepare_pipeline().train().pipe, {"num_items": num}
-            with self.accelerator.autocast():
-                pipe.step(kwarg_mbs=calls, target_mbs=batches, loss_kwargs=num_items)
-            self._losses = [loss.to(self.args.device) for loss in pipe.losses]
+            step, num = self._prepare_pipeline().train().pipe.step, num_items_in_batch
+            self._run(step, super().training_step, batches, num, loss_kwargs={"num_items": num})
         return self._losses.pop(0)
 
-    def _model_call(self, step: Callable[..., Any], inputs: Any, *args: Any) -> dict[str, Any]:
-        """The keyword arguments with which a step of Trainer's calls the model."""
-        try:
-            step(StandIn(), dict(inputs), *args)
-        except ModelCall as call:
-            return cast(dict[str, Any], call.args[0])
-        raise StageError("compute_loss() does not call the model")
-
-    def _microbatch_loss(self, output: Any, inputs: Any, *, num_items: Any = None) -> Any:
-        """Trainer's loss for an output of the last stage; outside of autocast, as in Trainer."""
-        with torch.autocast(self.args.device.type, enabled=False):
-            stand_in = StandIn(self.accelerator.in_full_precision(output))
-            if not self._prepare_pipeline().training:
-                return super().prediction_step(stand_in, dict(inputs), True)[0]
-            super().training_step(stand_in, dict(inputs), num_items)
-        return self.accelerator.loss
-
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The optimizer of this rank's parameters; its state is saved and loaded as a whole."""
-        pipelined = self._prepare_pipeline()
-        name_of = {id(param): name for name, param in pipelined.named_parameters()}
-        if self.optimizer is not None and self._optimizer is None:  # of the plain model
-            known = {*map(id, self.model.parameters())}
-            for group in self.optimizer.param_groups:
-                if not known.issuperset(map(id, group["params"])):
-                    raise ValueError("the optimizer has parameters that the model has not")
-                group["params"] = [param for param in group["params"] if id(param) in name_of]
-        wrapped = super().create_optimizer(pipelined)
+        """The whole model's optimizer, left with this rank's parameters; its state is saved and
+        loaded as a whole."""
+        mine = {*map(id, self._prepare_pipeline().parameters())}
+        wrapped = super().create_optimizer()
         optimizer = getattr(wrapped, "optimizer", wrapped)
         if optimizer is not self._optimizer:
-            self._optimizer, whole = optimizer, self._whole_states
-            pipeline_group = self.accelerator.pipeline_group
-            mine = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-            with collective_call(pipeline_group, "create_optimizer()"):
-                by_group = zip(*gather_objects(pipeline_group, mine), strict=True)
-            order = pipelined.order.__getitem__
-            self._param_names = [sorted({*chain(*parts)}, key=order) for parts in by_group]
+            self._optimizer, whole, groups = optimizer, self._whole_states, optimizer.param_groups
+            name_of = {id(param): name for name, param in self.model.named_parameters()}
+            if not name_of.keys() >= {id(param) for group in groups for param in group["params"]}:
+                raise ValueError("the optimizer has parameters that the model has not")
+            self._param_names = [[name_of[id(p)] for p in group["params"]] for group in groups]
+            for group in groups:
+                group["params"] = [param for param in group["params"] if id(param) in mine]
+            for param in [param for param in optimizer.state if id(param) not in mine]:
+                del optimizer.state[param]  # Adagrad makes its state at once
             optimizer.register_state_dict_post_hook(lambda *_: whole.pop() if whole else None)
             optimizer.register_load_state_dict_pre_hook(self._load_whole_state)
         return wrapped
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """The names of the whole model's parameters with weight decay."""
-        return super().get_decay_parameter_names(self.model)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """The rows of a step: those of all replicas, not of all processes."""
@@ -229,18 +222,13 @@ class PipelineTrainer(Trainer):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
         """Evaluate a batch as one microbatch; every rank gets its loss, and its outputs."""
-        pipelined = self._prepare_pipeline().eval()
+        pipelined, step = self._prepare_pipeline().eval(), super().prediction_step
         if not prediction_loss_only:
-            inputs = self.accelerator.from_rank(0, inputs)
-            return super().prediction_step(pipelined, inputs, False, ignore_keys)
+            return step(pipelined, self.accelerator.from_rank(0, inputs), False, ignore_keys)
         if not self._losses:
             batches = self.accelerator.from_rank(0, self._batches[:] or [inputs])
             self._batches.clear()
-            step = super().prediction_step
-            calls = [self._model_call(step, each, True) for each in batches]
-            with self.accelerator.autocast():
-                pipelined.pipe.eval(kwarg_mbs=calls, target_mbs=batches, return_outputs=False)
-            self._losses = [loss.to(self.args.device) for loss in pipelined.pipe.losses]
+            self._run(pipelined.pipe.eval, step, batches, True, return_outputs=False)
         return (self._losses.pop(0) if self._losses else None), None, None
 
     # --- saving and loading ------------------------------------------------------------------
@@ -269,9 +257,10 @@ class PipelineTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model, as ``Trainer.save_model`` does; a collective call."""
         self.sync_model()
-        if _internal_call and not self.args.save_only_model and self._optimizer is not None:
-            pipe, group = self.pipeline, self.accelerator.pipeline_group
-            state = plain_optimizer_state(pipe, self._optimizer, self._param_names, group=group)
+        is_checkpoint = _internal_call and self.is_in_train  # not before a push to the hub
+        if is_checkpoint and not self.args.save_only_model and self._optimizer is not None:
+            group, names = self.accelerator.pipeline_group, self._param_names
+            state = plain_optimizer_state(self.model, self._optimizer, names, group=group)
             self._whole_states[:] = [state] if state and self.args.should_save else []
         super().save_model(output_dir, _internal_call)
 
@@ -280,7 +269,7 @@ class PipelineTrainer(Trainer):
         sizes = [len(group["params"]) for group in state["param_groups"]]
         if sizes == [len(group["params"]) for group in optimizer.param_groups]:
             return None
-        load_optimizer_state(self.pipeline, optimizer, state, chain(*self._param_names))
+        load_optimizer_state(self.model, optimizer, state, chain(*self._param_names))
         return optimizer.state_dict()
 
 
@@ -296,3 +285,164 @@ def _refuse(args: Any) -> None:
             f"PipelineTrainer does not support {', '.join(found)}; leave it out: replicas= is for "
             "data parallelism, bf16= for mixed precision, pipeline={'wrap_fn': ...} for compilation"
         )
+    if args is not None and args.n_gpu > 1:  # Trainer would scale losses as for DataParallel
+        raise ValueError(
+            f"one process sees {args.n_gpu} GPUs: run one process per GPU, by torchrun, or let it "
+            "see one, by CUDA_VISIBLE_DEVICES=0"
+        )
+
+
+# --- in place of the model -----------------------------------------------------------------------
+
+
+class ModelCall(StageError):
+    """A call of the model, which ends Trainer's step; ``call`` is the arguments."""
+
+    def __init__(self, *call: Any) -> None:
+        super().__init__("compute_loss() calls the model twice; a pipeline runs it once")
+        self.call = call
+
+
+class StandIn(nn.Module):
+    """In the model's place: returns an output, if it has one, once; else raises the call."""
+
+    def __init__(self, *outputs: Any) -> None:
+        super().__init__()
+        self._outputs = list(outputs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._outputs:
+            raise ModelCall(args, kwargs)
+        return self._outputs.pop()
+
+
+class PipelinedModel(nn.Module):
+    """The pipeline as Trainer's wrapped model: this process's stages, and evaluation."""
+
+    def __init__(self, pipe: Pipeline, plain: nn.Module, accelerator: ReplicaAccelerator) -> None:
+        super().__init__()
+        self.pipe, self.accelerator = pipe, accelerator
+        self.plain = (plain,)  # in a tuple, since it is no submodule
+        self.stages = nn.ModuleList(stage.submod for stage in pipe.stages)
+        self.is_synced = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the last stage, on every rank; without a graph."""
+        with self.accelerator.autocast():
+            outputs = self.pipe.eval(arg_mbs=[args], kwarg_mbs=[kwargs], merge_outputs=False)
+        output = self.accelerator.in_full_precision(outputs[0]) if outputs else None
+        placement = self.pipe.program.placement
+        output = self.accelerator.from_rank(placement.rank_of(placement.exits[0]), output)
+        return send_to_device(output, self.accelerator.device)
+
+
+# --- replicas ------------------------------------------------------------------------------------
+
+
+class LookAhead:
+    """A data loader that puts its next batches, ``num`` at most, into a list before the first."""
+
+    def __init__(self, loader: Any, num: int, batches: list[Any], accelerator: Any) -> None:
+        self.loader, self.num, self.batches, self.accelerator = loader, num, batches, accelerator
+
+    def __iter__(self) -> Iterator[Any]:
+        found: list[Any] = []
+        # A loader that Accelerate has not prepared tells no end: None does.
+        for batch in chain(self.loader, [None]):
+            found += [] if batch is None else [batch]
+            is_end = batch is None or self.accelerator.gradient_state.end_of_dataloader
+            if len(found) == self.num or is_end:
+                self.batches[:] = found
+                for number, each in enumerate(found, 1):
+                    self.accelerator.is_ahead = number < len(found)
+                    yield each
+                found = []
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+class ReplicaAccelerator(Accelerator):
+    """An ``Accelerator`` whose processes are replicas, each of them a pipeline.
+
+    ``pipeline_group`` is the group of this pipeline, for CPU tensors, and ``replica_group`` that of
+    the processes with the same stages; None where there is one process. ``loss`` is what
+    ``backward`` was given.
+    """
+
+    pipeline_group: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
+    mesh: DeviceMesh | None = None  # replicas by stages
+    pipelined: PipelinedModel | None = None
+    is_ahead = False  # the data loader has ended, but its batches have not
+    loss: Tensor
+
+    def __init__(self, accelerator: Accelerator, num_replicas: int) -> None:
+        self.__dict__.update(vars(accelerator))  # Trainer has made it
+        world = accelerator.num_processes
+        if num_replicas < 1 or world % num_replicas:
+            raise ValueError(f"replicas={num_replicas} does not divide {world} processes")
+        self.num_stage_ranks = world // num_replicas
+        if world > 1:
+            sizes, names = (num_replicas, self.num_stage_ranks), ("replica", "stage")
+            self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+            self.pipeline_group = control_group(self.mesh["stage"].get_group())
+            self.replica_group = self.mesh["replica"].get_group() if num_replicas > 1 else None
+
+    @property
+    def num_processes(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size(0)
+
+    @property
+    def process_index(self) -> int:
+        return 0 if self.mesh is None else self.mesh.get_local_rank(0)
+
+    def prepare_data_loader(self, data_loader: Any, *_: Any, **options: Any) -> Any:
+        """Batches stay on the CPU, to be sent to the pipeline's other ranks."""
+        return super().prepare_data_loader(data_loader, **{**options, "device_placement": False})
+
+    def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        return self.pipelined or model
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        if isinstance(model, PipelinedModel | StandIn) and self.pipelined is not None:
+            return self.pipelined.plain[0]
+        return cast(nn.Module, super().unwrap_model(model, *args, **options))
+
+    def backward(self, loss: Tensor, **_: Any) -> None:
+        """Keep the loss for the pipeline, which runs the backward."""
+        self.loss = loss
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip by the norm over the stages of all ranks."""
+        return clip_grad_norm_(parameters, max_norm, norm_type, group=self.pipeline_group)
+
+    def in_full_precision(self, output: Any) -> Any:
+        """A model's output as Accelerate returns it: in float32 under mixed precision."""
+        return output if self.mixed_precision == "no" else convert_to_fp32(output)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        return self.gather(input_data) if self.is_ahead else super().gather_for_metrics(input_data)
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate the tensors of all replicas."""
+        return tensor if self.replica_group is None else recursively_apply(self._gather_one, tensor)
+
+    def _gather_one(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.num_processes)]
+        with collective_call(self.replica_group, "gather()"):
+            dist.all_gather(parts, tensor, self.replica_group)
+        return torch.cat(parts)
+
+    def from_rank(self, rank: int, value: Any) -> Any:
+        """The value of a rank of this pipeline, its tensors on the CPU."""
+        if self.pipeline_group is None:
+            return value
+        made = [send_to_device(value, "cpu") if self.pipeline_group.rank() == rank else None]
+        with collective_call(self.pipeline_group, "from_rank()"):
+            dist.broadcast_object_list(made, group=self.pipeline_group, group_src=rank)
+        return made[0]

@@ -1,4 +1,4 @@
-"""Data parallelism around a stage: the only module that depends on DDP, FSDP2 and replicate.
+"""Data parallelism around a stage: the gradients of DDP, FSDP2 and replicate.
 
 Within a step gradients accumulate locally. They are reduced once, from the stage's REDUCE_GRAD on,
 after its last weight gradient, so that the result does not depend on the schedule's order. A step

@@ -38,8 +38,8 @@ class RunConfig:
             without a spec), or None to replicate the argument to every microbatch.
         kwargs_chunk_spec: likewise by name.
         output_merge_spec: specs by which outputs are merged (see ``merge_chunks``).
-        scale_grads: divide each microbatch's loss by ``n_microbatches``, so that gradients are
-            those of the mean loss over the batch.
+        scale_grads: divide each loss by the number of microbatches (or sequence chunks) that run,
+            so that gradients are those of the mean loss over the batch.
         backward_requires_autograd: refuse training steps under ``no_grad``, instead of computing
             gradients there.
         dynamic_shapes: allow shapes to change between the microbatches of a step.
@@ -51,7 +51,7 @@ class RunConfig:
             to every chunk.
         max_active_stages: the most sharded stages (FSDP2) of a rank that are unsharded at a time;
             unless the program gathers by itself.
-        unshard_lookahead: the number of stages whose gathers are issued ahead, for each rank;
+        unshard_lookahead: the number of stages whose gathers are issued ahead, also by rank;
             ``"full"`` is ``max_active_stages``, ``"auto"`` more on later ranks (see
             ``insert_sharding`` of ``penstock.schedule.passes``).
         timeout_s: the limit on a rank's wait for another rank, in seconds.

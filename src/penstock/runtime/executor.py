@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -35,6 +37,8 @@ class BoundAction:
     action: Action
     run: Callable[[], None]
     is_wait: bool = False
+    # The begin and end of a part of an overlapped pair, on the host's clock or as events.
+    between: Sequence[Any] = ()
 
 
 class Executor:
@@ -92,16 +96,20 @@ class Executor:
     def encode_spans(self, placement: Placement) -> bytes:
         """The spans of the last run as JSON, in seconds of the wall clock; waits have none."""
         # Machines share no monotonic clock, but wall clocks are close enough for a timeline.
-        offset, times = time.time() - perf_counter(), list(pairwise(self.marks))
-        if self._streams is not None and times:
+        offset, marks = time.time() - perf_counter(), self.marks
+        seconds: Callable[[Any], float] = float
+        if self._streams is not None and marks:
             # The host runs ahead of the device: its own marks are launch times.
-            first, elapsed_s = self._events[0], self._streams.elapsed_s
-            offset += self._streams.host_time_of(first)
-            events = self._events[: len(self.marks)]
-            times = list(pairwise(elapsed_s(first, event) for event in events))
+            marks = self._events[: len(marks)]
+            offset += self._streams.host_time_of(marks[0])
+            seconds = partial(self._streams.elapsed_s, marks[0])
         rows = [
-            [placement.rank_of(bound.action.stage), str(bound.action), start + offset, end + offset]
-            for bound, (start, end) in zip(self.actions, times, strict=False)
+            [
+                placement.rank_of(bound.action.stage),
+                str(bound.action),
+                *(seconds(mark) + offset for mark in bound.between or marked),
+            ]
+            for bound, marked in zip(self.actions, pairwise(marks), strict=False)
             if not bound.is_wait
         ]
         return json.dumps(rows).encode()

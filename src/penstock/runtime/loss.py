@@ -70,7 +70,8 @@ def needs_target(loss_fn: LossFn | None) -> bool:
     if loss_fn is None:
         return False
     try:
-        parameters = inspect.signature(loss_fn).parameters.values()
+        # A module's own signature takes anything.
+        parameters = inspect.signature(getattr(loss_fn, "forward", loss_fn)).parameters.values()
     except (TypeError, ValueError):  # functions written in C have no signature
         return True
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

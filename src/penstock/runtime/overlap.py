@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
@@ -30,14 +31,24 @@ def bind_pair(
 ) -> list[BoundAction]:
     """Bind a pair to a function that runs its parts, perhaps in threads of its own.
 
-    Returns the waits of both parts, the call of the function, and per part a check that it has run,
-    which re-raises the part's exception at the part's own place.
+    Returns the waits of both parts, and per part a check that it has run, which re-raises the
+    part's exception at the part's own place. The first check also calls the function.
     """
     streams = device_streams.streams_of(device)
     waits = [action for actions in bound for action in actions[:-1]]
     parts = [actions[-1] for actions in bound]
     begun: set[Action] = set()
     ended: dict[Action, BaseException | None] = {}  # with the exception of each part
+    between: dict[Action, list[Any]] = {  # begin and end of each part
+        part.action: [] if streams is None else [streams.event(timed=True) for _ in range(2)]
+        for part in parts
+    }
+
+    def mark(act: Action, place: int) -> None:
+        if streams is None:
+            between[act][place:] = [perf_counter()]
+        else:
+            streams.mark(between[act][place], streams.current())
 
     def run(part: BoundAction, stream: Stream, casts: Sequence[tuple[str, torch.dtype]]) -> None:
         if part.action in begun:
@@ -52,7 +63,9 @@ def bind_pair(
             with ExitStack() as stack:
                 for kind, dtype in casts:
                     stack.enter_context(torch.autocast(kind, dtype))
+                mark(part.action, 0)
                 part.run()
+                mark(part.action, 1)
         except BaseException as error:
             ended[part.action] = error
             raise
@@ -69,6 +82,7 @@ def bind_pair(
             # The exception of a part is the cause, and is raised in its own place.
             if all(error is None for error in ended.values()):
                 raise
+        finish(parts[0].action)
 
     def finish(action: Action) -> None:
         if (error := ended.get(action)) is not None:
@@ -80,5 +94,9 @@ def bind_pair(
                 "joins the threads that it has started"
             )
 
-    checks = [BoundAction(part.action, partial(finish, part.action)) for part in parts]
-    return [*waits, BoundAction(parts[0].action, call), *checks]
+    first, second = (part.action for part in parts)
+    return [
+        *waits,
+        BoundAction(first, call, between=between[first]),
+        BoundAction(second, partial(finish, second), between=between[second]),
+    ]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock._torch_compat import autocast_state
 from penstock.partition.spec import RemoteTensor
 from penstock.runtime.comm.agreement import BatchFacts
 from penstock.runtime.step import StepState
@@ -37,14 +38,11 @@ def condition_id(
     stages: Iterable[Stage], device: torch.device, kwargs: Sequence[Mapping[str, Any]], step: int
 ) -> int:
     """The id of this rank's run conditions, with the shapes of its keyword arguments."""
-    kind = device.type
-    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    cast = torch.get_autocast_dtype(kind) if casts else None
     modules = [stage.submod for stage in stages]
     params = [(p.requires_grad, p.dtype) for module in modules for p in module.parameters()]
     kinds = [(type(each), each.training) for module in modules for each in module.modules()]
     named = [_key((), each, step) for each in kwargs] if any(kwargs) else []
-    return _digest((cast, kinds, params, named))
+    return _digest((autocast_state(device), kinds, params, named))
 
 
 def shape_ids(
@@ -137,12 +135,12 @@ def _digest(key: object) -> int:
 
 def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any], step: int) -> tuple[Any, ...]:
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
-        return (args[0].shape, args[0].dtype)
+        return (args[0].shape, args[0].dtype, args[0].requires_grad)
     leaves, tree = flatten((args, dict(kwargs)))
     parts: list[Any] = [tree]
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            parts += (leaf.shape, leaf.dtype)
+            parts += (leaf.shape, leaf.dtype, leaf.requires_grad)
         else:
             # Floats change often, and shapes seldom with them. An object of another type may be
             # mutated and still be the same object.

@@ -77,8 +77,6 @@ class StageRunner:
         self._prev = previous or Neighbor(transport.rank)
         self._next = following or Neighbor(transport.rank)
         self._transport, self._acknowledged = transport, acknowledged
-        given = stage.static_inputs.metas if stage.static_inputs is not None else ()
-        self._declares_dtensors = any(meta.dtensor is not None for meta in given)
         self._dynamic_shapes, self._num_splits = config.dynamic_shapes, program.num_splits
         divisor = program.num_microbatches if config.scale_grads else 1
         self._loss_head = LossHead(config.loss_fn, divisor, train=train)
@@ -255,7 +253,7 @@ class StageRunner:
         target = step.targets[mb] if self._is_last and step.targets is not None else None
         if self._is_first:
             assert step.args is not None  # checked as the step began
-            if self._declares_dtensors:
+            if self.stage.static_inputs is not None:
                 describe(step.args[mb]).check_static(self.stage.static_inputs, "input")
             return step.args[mb], step.kwargs[mb], target
         tensors, state.received = state.received, None

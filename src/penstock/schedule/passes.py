@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
+from operator import itemgetter
 from typing import Literal, TypeAlias
 
 from penstock.errors import InternalError, ScheduleError
@@ -34,7 +35,7 @@ __all__ = [
     "reduce_gradients",
 ]
 
-Lookahead: TypeAlias = Literal["full", "auto"] | tuple[int, ...]
+Lookahead: TypeAlias = Literal["full", "auto"] | int | tuple[int, ...]
 
 
 def lower(
@@ -91,9 +92,8 @@ def reduce_gradients(program: Program) -> Program:
     for rank, steps in enumerate(program.ranks):
         last = last_steps(steps, WEIGHT_GRADS, len(program.placement.stages_of(rank)))
         reduced = list(steps)
-        # From the end, so that earlier positions stay valid. If the last weight gradients of two
-        # stages share a pair, the lower stage is reduced first.
-        for stage, place in sorted(last.items(), key=lambda item: (item[1], item[0]), reverse=True):
+        # From the end, so that earlier positions stay valid.
+        for stage, place in sorted(last.items(), key=itemgetter(1), reverse=True):
             reduced.insert(place + 1, action(stage, Op.REDUCE_GRAD))
         ranks.append(reduced)
     return program.with_ranks(ranks)
@@ -115,7 +115,7 @@ def insert_sharding(
         program: any program without UNSHARD and RESHARD.
         max_active_stages: the most stages of a rank that are unsharded at a time; an overlapped
             pair that computes on more stages unshards them all.
-        unshard_lookahead: for each rank, how many of the nearest stages are gathered; ``"full"``
+        unshard_lookahead: how many of the nearest stages are gathered, also by rank; ``"full"``
             for all that may be unsharded, ``"auto"`` for 2 on the first rank and one more on each
             next rank, at most all.
 
@@ -128,13 +128,15 @@ def insert_sharding(
         raise ScheduleError(f"max_active_stages is {max_active_stages}; at least 1 is needed")
     most, num_ranks = max_active_stages, program.num_ranks
     lookaheads = unshard_lookahead
-    if isinstance(lookaheads, str):
+    if isinstance(lookaheads, int):
+        lookaheads = (lookaheads,) * num_ranks
+    elif isinstance(lookaheads, str):
         first = {"full": most, "auto": 2}.get(lookaheads, 0)
         lookaheads = tuple(min(first + rank, most) for rank in range(num_ranks))
     if len(lookaheads) != num_ranks or any(each not in range(1, most + 1) for each in lookaheads):
         raise ScheduleError(
-            f"unshard_lookahead={unshard_lookahead!r}: expected 'full', 'auto', or for each of "
-            f"{num_ranks} ranks a number from 1 to {most}"
+            f"unshard_lookahead={unshard_lookahead!r}: expected 'full', 'auto', or a number from "
+            f"1 to {most}, or one for each of {num_ranks} ranks"
         )
     ranks = []
     for steps, lookahead in zip(program.ranks, lookaheads, strict=True):
@@ -182,7 +184,8 @@ def keep_microbatches(program: Program, num_microbatches: int) -> Program:
 
         before   0F0 0F1 0F2 (0F3;0B0)OVERLAP_F_B 0B1 0B2 0B3        after, 2   0F0 0F1 0B0 0B1
 
-    Keeps the order of the remaining actions, so the result of a valid program is valid.
+    Keeps the order of the remaining actions: a valid program stays valid, if a microbatch of each
+    copy of the model remains.
     """
     refuse_no_program(program, "keep_microbatches()")
     if num_microbatches == program.num_microbatches:
@@ -203,7 +206,7 @@ def recompute(program: Program, *, stages: Iterable[int] | None = None) -> Progr
         before   0F0 0F1 0B0 0B1        after   0F0 0F1 0RECOMPUTE0 0B0 0RECOMPUTE1 0B1
 
     From F to RECOMPUTE a stage holds only the microbatch's inputs. The recomputation for an
-    overlapped pair comes before the pair.
+    overlapped pair comes before the pair. The last stage's loss function also runs twice.
 
     Args:
         program: any program with backwards, with or without transfers.

@@ -222,7 +222,7 @@ def schedule(
     Args:
         name: the schedule's name; registering it again replaces it.
         virtual: the stages per rank or, if the function takes ``virtual``, their default; None for
-            the function's own default, or 1.
+            the function's own default, else 2 if it takes ``virtual``, else 1.
         arrangement: the placement of stages on ranks; None for linear, or looped if there are
             several per rank. Two copies of the model need ``Arrangement.BIDIRECTIONAL`` here.
         source: the publication of the method.
@@ -325,27 +325,27 @@ def _verified(family: Family) -> Callable[..., Program]:
     def build(*, ranks: int, microbatches: int, **more: Any) -> Program:
         try:
             made: object = family.builder(ranks=ranks, microbatches=microbatches, **more)
+            if not isinstance(made, Program):
+                raise ScheduleError(f"{name} returned a {type(made).__name__}, expected a Program")
+            stages = made.placement.num_model_stages
+            wanted = ranks * more.get("virtual", family.default_virtual)
+            # Without ``virtual``, ranks may hold different numbers of stages.
+            if "virtual" not in more and stages % ranks:
+                wanted = stages
+            got = (made.num_ranks, made.num_whole_microbatches, stages, directions_of(made))
+            requested = (ranks, microbatches, wanted, family.num_directions)
+            if got != requested:
+                raise ScheduleError(
+                    f"{name} made a program of {got} ranks, microbatches, stages and copies of the "
+                    f"model, expected {requested}; virtual= and arrangement= of @penstock.schedule "
+                    "say what it makes"
+                )
+            return check(replace(made, name=name))
         except (PenstockError, MemoryError):
             raise
         except Exception as error:  # whatever the user's function raises
             sizes = numbers_of(rank=ranks, microbatch=microbatches)
             fault = f"{type(error).__name__}: {error}"
             raise ScheduleError(f"{name}: its function failed for {sizes} ({fault})") from error
-        if not isinstance(made, Program):
-            raise ScheduleError(f"{name} returned a {type(made).__name__}, expected a Program")
-        stages = made.placement.num_model_stages
-        wanted = ranks * more.get("virtual", family.default_virtual)
-        # Without ``virtual``, ranks may hold different numbers of stages.
-        if "virtual" not in more and stages % ranks:
-            wanted = stages
-        got = (made.num_ranks, made.num_whole_microbatches, stages, directions_of(made))
-        requested = (ranks, microbatches, wanted, family.num_directions)
-        if got != requested:
-            raise ScheduleError(
-                f"{name} made a program of {got} ranks, microbatches, stages and copies of the "
-                f"model, expected {requested}; virtual= and arrangement= of @penstock.schedule "
-                "say what it makes"
-            )
-        return check(replace(made, name=name))
 
     return build

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import TypeAlias
 
 from penstock.schedule.index import IndexedProgram, Offsets
@@ -42,10 +41,10 @@ def blocking_replay(program: IndexedProgram, *, transfers: bool) -> DependencyRe
     """A replay without times, not played yet; each send of a program with ``transfers`` blocks
     until the matching receive is posted."""
     required = program.blocking() if transfers else program.required()
-    chunks = {number: (other,) for number, other in program.required_chunks().items()}
+    chunks = program.required_chunks()
     width = program.num_microbatches
     needs = [tuple((offset, 0.0) for offset in row) for row in required]
-    fulfilled = needed_results(program.fulfilled(), needs, width, chain(*chunks.values()))
+    fulfilled = needed_results(program.fulfilled(), needs, width, chunks.values())
     # The ids in reach of those that occur: most programs have no use for most ids.
     last = max(program.ids(), default=0) // width
     reach = (max((0, *required[row], *fulfilled[row])) // width + row for row in range(last + 1))
@@ -94,7 +93,7 @@ class DependencyReplay:
         width: int,
         needs: RowNeeds,
         fulfilled: Sequence[Sequence[int]],
-        more: Mapping[int, Sequence[int]] | None = None,
+        more: Mapping[int, int] | None = None,
         durations: Sequence[float] | None = None,
         overlap_durations: Sequence[float] | None = None,
     ) -> None:
@@ -151,7 +150,7 @@ class DependencyReplay:
                 continue
             needs, duration, fulfilled = rows[step // width]
             if more and step in more:
-                needs = (*needs, *((other - step, 0.0) for other in more[step]))
+                needs = (*needs, (more[step] - step, 0.0))
             for offset, delay in needs:
                 arrival = done[step + offset]
                 while arrival < 0.0:
@@ -191,8 +190,8 @@ class DependencyReplay:
         for part in parts:
             for offset, delay in self._rows[part // self._width][0]:
                 yield part + offset, delay
-            for other in self._more.get(part, ()):
-                yield other, 0.0
+            if part in self._more:
+                yield self._more[part], 0.0
 
     def _play_pair(self, number: int, parts: Sequence[int], start: float) -> float:
         """Run the actions of a pair together; return their end."""

@@ -32,7 +32,7 @@ from penstock.search.memory_reduction import reduce_memory, refuse_infeasible
 from penstock.search.patterns import PatternParams, PatternSearch, run_pattern
 from penstock.search.problem import Objective, Order, SearchProblem, problems_of
 from penstock.search.state import Budget, SearchResult, SearchState, meets
-from penstock.simulate.costs import Costs, build_for
+from penstock.simulate.costs import Costs, build_for, refuse_no_costs
 
 __all__ = ["search"]
 
@@ -117,6 +117,7 @@ def search(
 
     Source: arXiv:2401.10241, sec. 3.1 (search under a memory limit); arXiv:2405.15362 (patterns).
     """
+    refuse_no_costs(costs, "search()")
     if not (isinstance(time_limit_s, (int, float)) and 0 < time_limit_s < math.inf):
         raise ScheduleError(
             f"search: time_limit_s={time_limit_s!r} must be a finite number above 0",

@@ -19,7 +19,10 @@ from penstock.schedule.program import Program
 from penstock.schedule.registry import build, family
 from penstock.schedule.wording import number_of
 
-__all__ = ["Cost", "Costs", "as_number", "build_for", "costs_divisor", "per_stage_costs"]
+__all__ = [
+    "Cost", "Costs", "as_number", "build_for", "costs_divisor", "per_stage_costs",
+    "refuse_no_costs",
+]  # fmt: skip
 
 Cost: TypeAlias = float | Sequence[float]
 """One number for all stages, or a sequence with one number per stage."""
@@ -259,6 +262,15 @@ def _number(name: str, given: object) -> float:
     if number and not _LEAST <= number <= _MOST:
         raise _wrong(name, f": {number:g} is out of range; give 0, or {_LEAST:g} to {_MOST:g}")
     return number
+
+
+def refuse_no_costs(value: object, caller: str) -> None:
+    """Raise a ScheduleError that names ``caller`` if a value is not ``Costs``."""
+    if not isinstance(value, Costs):
+        raise ScheduleError(
+            f"{caller} takes costs, not {value!r}; penstock.Costs(forward=..., "
+            "input_grad=..., weight_grad=...) makes them"
+        )
 
 
 def as_number(given: object) -> float:

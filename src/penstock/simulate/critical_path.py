@@ -73,7 +73,7 @@ class StepCauses:
     def critical_path(self) -> tuple[Span, ...]:
         """The computations on the critical path to the last end, by start."""
         ends = [
-            (spans[-1].end, -rank, index)
+            (max(span.end for span in spans), -rank, index)
             for rank, steps in enumerate(self._steps)
             for index, spans in enumerate(steps)
             if spans[0].action.op in COMPUTE
@@ -133,7 +133,7 @@ class StepCauses:
         if before < 0:
             return 0.0
         spans = self._steps[rank][before]
-        free = spans[-1].end
+        free = max(span.end for span in spans)
         if costs is None or placement is None or costs.transfers_overlap:
             return free
         sending = 0.0
@@ -146,7 +146,7 @@ class StepCauses:
     def _arrival(self, stage: int, act: Action, rank: int) -> tuple[bool, float]:
         """A sort key for results by their arrival on a rank, for one of its stages."""
         _, maker, index = self._places[act]
-        end = self._steps[maker][index][-1].end
+        end = max(span.end for span in self._steps[maker][index])
         if maker != rank and self._costs is not None and self._placement is not None:
             end += self._costs.travel(act.stage, stage, self._placement)
         # The rank's own results are available as soon as it is free.

@@ -7,12 +7,11 @@ from functools import cached_property
 from itertools import compress
 from operator import sub
 
-from penstock.errors import ScheduleError
 from penstock.schedule.index import index_program
 from penstock.schedule.program import Program, refuse_no_program
 from penstock.schedule.rules import COMPUTE
 from penstock.simulate.bounds import LowerBounds, lower_bounds
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs import Costs, refuse_no_costs
 from penstock.simulate.critical_path import StepCauses
 from penstock.simulate.memory import Curve, StageMemory, memory_curves, peak_in_flight
 from penstock.simulate.timeline import RankTimes, play_timeline
@@ -49,11 +48,7 @@ def simulate(program: Program, costs: Costs = _UNIT) -> Simulation:
         (33.0, (8, 8, 8, 8))
     """
     refuse_no_program(program, "simulate()")
-    if not isinstance(costs, Costs):
-        raise ScheduleError(
-            f"simulate() takes costs, not {costs!r}; penstock.Costs(forward=..., "
-            "input_grad=..., weight_grad=...) makes them"
-        )
+    refuse_no_costs(costs, "simulate()")
     starts, ends, computes_only = play_timeline(program, costs)
     firsts, lasts, busy = list[float](), list[float](), list[float]()
     for steps, begun, done in zip(program.ranks, starts, ends, strict=True):

@@ -200,7 +200,7 @@ class _Timeline:
             width=width,
             needs=needs,
             fulfilled=fulfilled,
-            more={number: (other,) for number, other in chunks.items()},
+            more=chunks,
             durations=self.durations,
             overlap_durations=overlaps,
         )

@@ -123,13 +123,11 @@ _registered: set[type[Any]] = set()
 _register_node: Any = optree.register_pytree_node
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class _Context:
     """The part of a container that is no child, compared by value."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    value: Any
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Context) or type(self.value) is not type(other.value):
@@ -281,14 +279,16 @@ def _find_class(name: str) -> type[Any]:
     found: Any = sys.modules.get(module_name)
     for part in path.split("."):
         found = getattr(found, part, None)
-    is_tuple = hasattr(found, "_fields") or optree.is_structseq_class(found)
-    if not isinstance(found, type) or not (is_tuple or _is_container(found)):
+    # Such as the default factory of a defaultdict.
+    is_known = module_name == "builtins" or hasattr(found, "_fields")
+    is_known = is_known or optree.is_structseq_class(found)
+    if not isinstance(found, type) or not (is_known or _is_container(found)):
         raise BoundaryError(
             f"a stage sends a {name}, a class that this rank can't find; define it at the top "
             "level of a module that every rank imports, and register it there, where it is "
             "registered with torch's pytree"
         )
-    if not is_tuple and found not in _registered:
+    if not is_known and found not in _registered:
         _register(found)
     _known_classes[name] = found
     return found

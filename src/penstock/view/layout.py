@@ -5,8 +5,8 @@
     0.11    ▀▀▀▀▀▀▀                       ▀▀▀▀▀▀▀▀       where a step has any
     0.21 ┌────┐┌────────┐      ┌──┐     ┌────┐┌────────┐  boxes: computations; from 0.08 on where
     0.62 └────┘└────────┘      └──┘     │    ││        │  there are no strips
-    0.72 ─────────▂▂▂▂▄▄▄▄▂▂▂───        │    ││        │  memory: activations held
-    0.97                                └────┘└────────┘
+    0.70 ─────────▂▂▂▂▄▄▄▄▂▂▂───        │    ││        │  memory: activations held
+    0.97                                └────┘└────────┘  to 0.92
 
 Rank r's lane reaches from r to r + 1, downwards. Pictures and pages draw these columns; this module
 knows neither Bokeh nor Matplotlib.

@@ -15,6 +15,7 @@ from typing import Any
 from bokeh.embed import file_html
 from bokeh.resources import INLINE
 
+from penstock.schedule.program import sizes_text
 from penstock.schedule.wording import numbers_of
 from penstock.simulate.memory import exceeds
 from penstock.simulate.simulation import Simulation
@@ -92,12 +93,11 @@ def save_page(
     for timeline, drawing, name in zip(timelines, drawings, _NAMES, strict=False):
         timeline.show(drawing, title=name if beside else "")
     timelines[0].set_end(max(drawing.end for drawing in drawings))
-    actions = [span.action for span in first.spans]
-    sizes = numbers_of(
-        rank=first.num_ranks,
-        stage=len({act.stage for act in actions}),
-        microbatch=len({act.microbatch for act in actions} - {None}),
-    )
+    acts = [span.action for span in first.spans]
+    stages, microbatches = {act.stage for act in acts}, {act.microbatch for act in acts} - {None}
+    sizes = numbers_of(rank=first.num_ranks, stage=len(stages), microbatch=len(microbatches))
+    if isinstance(shown, Simulation):
+        sizes = sizes_text(shown.program)
     parts = [
         div(heading_html(first.name, sizes)),
         div(figures_html(figures_of(steps))),

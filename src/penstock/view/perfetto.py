@@ -20,6 +20,7 @@ from penstock.schedule.action import Overlap
 from penstock.schedule.rules import COMPUTE
 from penstock.schedule.text import parse_action, parse_step
 from penstock.trace import Span, Trace
+from penstock.view.layout import Drawable, trace_of
 from penstock.view.palette import LOOKS
 
 __all__ = ["from_perfetto", "save_perfetto", "to_perfetto"]
@@ -31,8 +32,8 @@ _COMPUTE_LANE, _OTHER_LANE = 0, 1
 _Event = dict[str, Any]
 
 
-def to_perfetto(trace: Trace) -> str:
-    """The trace as JSON text.
+def to_perfetto(trace: Drawable) -> str:
+    """The trace of a step as JSON text.
 
     Args:
         trace: measured (unit ``"s"``) or simulated (unit ``"1"``, shown as milliseconds).
@@ -47,6 +48,7 @@ def to_perfetto(trace: Trace) -> str:
         >>> [e["name"] for e in json.loads(text)["traceEvents"] if e["ph"] == "X"]
         ['0F3']
     """
+    trace = trace_of(trace)
     if trace.unit not in _SCALE:
         raise ScheduleError(f"the trace's unit is {trace.unit!r}, expected one of 's', '1'")
     header = {"schedule": trace.name, "ranks": trace.num_ranks, "unit": trace.unit}
@@ -54,7 +56,7 @@ def to_perfetto(trace: Trace) -> str:
     return json.dumps({"displayTimeUnit": "ms", "otherData": header, "traceEvents": events})
 
 
-def save_perfetto(trace: Trace, path: str | PathLike[str]) -> None:
+def save_perfetto(trace: Drawable, path: str | PathLike[str]) -> None:
     """Write ``to_perfetto(trace)`` to a file, usually ``*.json``; its folder is created."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from penstock.errors import PenstockError
 from penstock.schedule.wording import number_of
 from penstock.trace import Trace
-from penstock.view.layout import Columns, Drawing, arrange, legend
+from penstock.view.layout import Columns, Drawable, Drawing, arrange, legend, trace_of
 from penstock.view.palette import FRAME, time_text
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _Corners: TypeAlias = tuple[tuple[float, float], ...]
 
 
 def draw(
-    traces: Trace | Sequence[Trace],
+    traces: Drawable | Sequence[Drawable],
     path: str | PathLike[str],
     *,
     titles: Sequence[str] | None = None,
@@ -48,7 +48,7 @@ def draw(
     """Draw timelines, one above the other over one time axis, and save them.
 
     Args:
-        traces: one or several, all in the same unit.
+        traces: one or several traces or simulations, all in the same unit.
         path: the file; its suffix sets the format. Its folder is created if needed.
         titles: one per trace; None for ``title_of`` each.
         width: in inches.
@@ -66,7 +66,7 @@ def draw(
         ...     "rank 1" in Path(folder, "timeline.svg").read_text()
         True
     """
-    shown = (traces,) if isinstance(traces, Trace) else tuple(traces)
+    shown = tuple(map(trace_of, [traces] if isinstance(traces, Drawable) else traces))
     if not shown or len({trace.unit for trace in shown}) > 1:
         units = sorted({trace.unit for trace in shown})
         raise ValueError(f"draw takes one or more traces in one unit, and was given {units}")

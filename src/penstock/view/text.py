@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from penstock.schedule.action import Action, Op
 from penstock.trace import Span, Trace
-from penstock.view.layout import drawn
+from penstock.view.layout import Drawable, drawn, trace_of
 
 __all__ = ["grid", "to_text"]
 
@@ -34,11 +34,11 @@ Lane: TypeAlias = list[tuple[Span | None, str]]
 """The cells of a lane: the span of each, or None where it is idle, and its text."""
 
 
-def to_text(trace: Trace, *, width: int = 120) -> str:
-    """The timeline of a trace.
+def to_text(trace: Drawable, *, width: int = 120) -> str:
+    """The timeline of a step.
 
     Args:
-        trace: measured or simulated.
+        trace: a ``Trace`` or a ``Simulation``.
         width: longest line allowed, in characters, at least 20.
 
     Returns:
@@ -60,7 +60,7 @@ def to_text(trace: Trace, *, width: int = 120) -> str:
         rank 0  F0 .. .. .. B0 --
         rank 1  .. F0 B0 -- .. ..
     """
-    lanes = grid(trace, width=width)
+    lanes = grid(trace_of(trace), width=width)
     lines = (head + "".join(text for _, text in lane) for head, lane in lanes)
     return "".join(line.rstrip() + "\n" for line in lines)
 
@@ -95,8 +95,9 @@ def grid(trace: Trace, *, width: int) -> list[tuple[str, Lane]]:
         before = None
         for i in range(count):
             time = origin + (i + 0.5) * length
-            index = bisect_right(lane, time, key=lambda span: span.start) - 1
-            span = lane[index] if index >= 0 and time < lane[index].end else None
+            started = bisect_right(lane, time, key=lambda span: span.start)
+            # Spans of an overlapped pair may both run now.
+            span = next((s for s in reversed(lane[:started][-2:]) if time < s.end), None)
             begins = span is not before
             pair, last = (pair_of.get(s.action) if s else None for s in (span, before))
             # The first cell of a pair's second action.

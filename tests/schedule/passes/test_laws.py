@@ -180,9 +180,10 @@ def test_sharding_is_not_inserted_twice_and_allows_at_least_one_stage() -> None:
         insert_sharding(insert_sharding(program))
     with pytest.raises(ScheduleError, match="max_active_stages is 0; at least 1"):
         insert_sharding(program, max_active_stages=0)
-    for wrong in ("most", (1, 1), (3,), (0,), ()):
-        with pytest.raises(ScheduleError, match="for each of 1 ranks a number from 1 to 2"):
+    for wrong in ("most", (1, 1), (3,), (0,), (), 3):
+        with pytest.raises(ScheduleError, match="a number from 1 to 2, or one for each of 1 ranks"):
             insert_sharding(program, max_active_stages=2, unshard_lookahead=wrong)  # type: ignore[arg-type]
+    assert insert_sharding(program, unshard_lookahead=3) == insert_sharding(program)
 
 
 @pytest.mark.skipif(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import TypeAlias
+from numbers import Real
+from typing import Any, TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.schedule.list_schedule import PerStage, kind_needs, list_schedule
@@ -154,15 +155,16 @@ class CostedStep:
 
 
 def _per_stage(name: str, kind: str, given: StageCost, stages: int) -> PerStage:
-    numbers = tuple(given) if isinstance(given, Sequence) else (given,) * stages
+    numbers: tuple[Any, ...] = (given,) * stages
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        numbers = tuple(given)
     if len(numbers) != stages:
         raise ScheduleError(
             f"{name}: {kind} has {len(numbers)} numbers for {stages} stages; give one number for "
             "all, or one per stage"
         )
     for each in numbers:
-        real = isinstance(each, (int, float)) and not isinstance(each, bool)
-        if not (real and 0 <= each < inf):
+        if isinstance(each, bool) or not (isinstance(each, Real) and 0 <= float(each) < inf):
             raise ScheduleError(f"{name}: {kind}={each!r} must be a finite number from 0 on")
     return tuple(map(float, numbers))
 

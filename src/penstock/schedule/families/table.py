@@ -55,14 +55,14 @@ _looped = partial(_family, Arrangement.LOOPED, None, 2)
 _v_shaped = partial(_family, Arrangement.V_SHAPE, (2,), 2)
 _both_ways = partial(_family, Arrangement.BIDIRECTIONAL, (1,), 1)
 
-_SPLITS = {"splits": "into how many chunks each sequence is split"}
+_SPLITS = {"splits": "chunks per sequence"}
 _GROUP = {"group": "the most microbatches that go round the loop together"}
-_AHEAD = {"ahead": "how many computations before its backward a reload starts"}
+_AHEAD = {"ahead": "computations between the start of a reload and its backward"}
 _COSTS = {
-    "forward": "what a forward costs: a number, or one per stage",
-    "input_grad": "what an input gradient costs: a number, or one per stage",
-    "weight_grad": "what a weight gradient costs: a number, or one per stage",
-    "latency": "how long a result travels to another rank: a number, or one per stage, to the next",
+    "forward": "time of a forward: a number, or one per stage",
+    "input_grad": "time of an input gradient: a number, or one per stage",
+    "weight_grad": "time of a weight gradient: a number, or one per stage",
+    "latency": "travel time of a result to the next stage's rank: a number, or one per stage",
 }
 _EVEN = range(2, maxsize, 2)
 
