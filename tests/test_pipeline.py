@@ -521,3 +521,13 @@ def test_modules_that_compute_alike_in_both_modes_need_no_remark(
     )
     pipe.eval(torch.ones(4, DIM))
     assert not caplog.messages
+
+
+def test_a_full_state_is_a_copy() -> None:
+    pipe = Pipeline(named_model(), loss_fn=F.mse_loss, split=[1, 1, 2], n_microbatches=2)
+    before = pipe.state_dict(full=True)
+    with torch.no_grad():
+        for param in pipe.parameters():
+            param.add_(1)
+    after = pipe.state_dict(full=True)
+    assert all(torch.equal(after[n], before[n] + 1) for n, _ in pipe.named_parameters())

@@ -251,9 +251,8 @@ def _balance(
     counts = balance_for(measured.profile, program)
     logger.info("split='auto': blocks per stage %s", list(counts))
     plan = measured.profile.plan(counts, made=f"balanced on this machine, for {program.name}")
-    groups = split_by_counts(measured.profile.blocks, counts)
-    directions = program.placement.num_stages // program.placement.num_model_stages
-    return SplitSpec.parse(plan), _forecast(spec, program, groups * directions, measured)
+    groups = split_by_counts(measured.profile.blocks, counts) * program.placement.num_directions
+    return SplitSpec.parse(plan), _forecast(spec, program, groups, measured)
 
 
 def _search(

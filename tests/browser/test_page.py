@@ -175,3 +175,8 @@ def test_pairs_are_framed_and_boxes_bear_letters(tab: Tab, tmp_path: Path) -> No
         f"() => {{ const r = ({MODEL})('timeline').x_range; r.bounds = null; r.end = 90 }}"
     )
     page.wait_for_function(f"() => ({MODEL})('timeline labels').data.text.includes('0')")
+
+
+def test_sequence_chunks_are_no_microbatches(tmp_path: Path) -> None:
+    save_page(step("seq1f1b"), tmp_path / "page.html")
+    assert "4 ranks, 4 stages, 8 microbatches" in (tmp_path / "page.html").read_text()

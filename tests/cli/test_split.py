@@ -351,3 +351,23 @@ def test_the_command_loads_torch_only_for_a_model() -> None:
 def test_json_is_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     run("mine:tiny", "-s", "2", "--json", "-o", "plan.toml")
     assert Plan.from_dict(json.loads(capsys.readouterr().out)) == Plan.load("plan.toml")
+
+
+@pytest.mark.usefixtures("costs")
+def test_the_folder_of_a_plan_is_made(here: Path) -> None:
+    run("mine:tiny", "--stages", "3", "-o", "new/plan.toml")
+    assert (here / "new/plan.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--stages", "0"), "--stages"),
+        (("--stages", "3", "--batch", "0"), "--batch"),
+        (("--stages", "3", "--device", "nowhere"), "--device nowhere: "),
+    ],
+)
+def test_numbers_and_devices_that_are_none(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    assert said in error_of(capsys, "mine:tiny", *arguments)

@@ -191,7 +191,7 @@ def test_what_is_refused(given: dict[str, Any], said: str, tmp_path: Path) -> No
 def test_other_mistakes(tmp_path: Path) -> None:
     args = trainer_runs.settings(str(tmp_path), {})
     args._n_gpu = 2  # as Trainer counts them without torchrun
-    with pytest.raises(ValueError, match="one process sees 2 GPUs: run one process per GPU"):
+    with pytest.raises(ValueError, match="one process sees 2 GPUs: run one for each"):
         PipelineTrainer(llama(), args)
     args._n_gpu = 0
     with pytest.raises(TypeError, match="multiple values for keyword argument 'n_microbatches'"):

@@ -245,6 +245,9 @@ def resume(rank: int, folder: str) -> Any:
     for saved in (*RESUMED, "plain llama"):
         trainer = run(PipelineTrainer, saved.removeprefix("plain "), f"{folder}/resumed {saved}")
         trainer.train(resume_from_checkpoint=f"{folder}/{saved}/checkpoint-3")
+        if saved == "tied":  # again, after what a push to the hub does
+            trainer.save_model(f"{folder}/hub", _internal_call=True)
+            trainer.train(resume_from_checkpoint=f"{folder}/{saved}/checkpoint-3")
         found.append(results(trainer))
     return found
 

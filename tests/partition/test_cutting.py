@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
@@ -328,3 +329,19 @@ def test_a_model_without_repeated_blocks_is_pointed_to_auto() -> None:
         Pipeline(Odd(), example=(ids,), ranks=2, loss_fn=torch.sum, n_microbatches=1)
     pipe = Pipeline(Odd(), example=(ids,), ranks=2, loss_fn=None, n_microbatches=1, split="auto")
     assert [len([*s.submod.parameters()]) for s in pipe.stages] == [1, 2]
+
+
+class DrawsNumbers(nn.Module):
+    """Its forward can't be cut: each stage would draw numbers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) * (1 + random.random() * 0)
+        return out
+
+
+def test_one_stage_need_not_be_cut() -> None:
+    agrees(DrawsNumbers(), ranks=1, example=X[:2])

@@ -107,6 +107,11 @@ def test_any_exception_can_be_reported() -> None:
     assert long.message.startswith("ValueError: a") and long.message.endswith("b")
     assert "characters left out" in long.message and "ValueError" in long.traceback
 
+    # As ``raise error from error`` leaves it.
+    own = ValueError("its own cause")
+    own.__cause__ = own
+    assert cause_of(own, 1, (0, 1)).message == "ValueError: its own cause"
+
     error = StageError("outer")
     error.__cause__ = Falsy("inner")
     assert "Falsy: inner" in cause_of(error, 1, (0, 1)).traceback

@@ -125,6 +125,19 @@ def test_targets_of_any_tree() -> None:
     both.step(inputs, target={"wanted": wanted, "how": (torch.rand(7, 1), 2)})
 
 
+class Size(nn.Module):
+    """A loss of the output alone."""
+
+    def forward(self, output: Tensor) -> Tensor:
+        return output.square().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [Size(), Size().forward, lambda output: output.mean()])
+def test_a_loss_of_one_argument_needs_no_target(loss_fn: Any) -> None:
+    inputs, _ = features(6, 0)
+    assert twins(loss_fn=loss_fn).pipe.step(inputs).isfinite()
+
+
 def test_a_missing_target_is_an_error_before_anything_runs() -> None:
     both = twins()
     inputs, target = features(6, 0)

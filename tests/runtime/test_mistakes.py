@@ -173,6 +173,10 @@ def test_models_and_splits_that_are_none(make: Callable[[], object], said: str) 
             r"simulate\(\) takes costs, not {}; penstock.Costs\(",
         ),
         (
+            lambda: penstock.search("cheap", ranks=2, microbatches=2),  # type: ignore[arg-type]
+            r"search\(\) takes costs, not 'cheap'; penstock.Costs\(",
+        ),
+        (
             lambda: ScheduleProgram(make_stages([0], 1), "1f1b", mse),  # type: ignore[arg-type]
             r"ScheduleProgram takes a program, not '1f1b'; penstock.build\('1f1b', ranks=",
         ),
@@ -186,6 +190,13 @@ def test_models_and_splits_that_are_none(make: Callable[[], object], said: str) 
 def test_values_that_are_no_program(make: Callable[[], object], said: str) -> None:
     with pytest.raises(ScheduleError, match=said):
         make()
+
+
+def test_other_inputs_than_declared() -> None:
+    stage = PipelineStage(nn.Linear(4, 4), 0, 1, torch.device("cpu"), input_args=torch.ones(3, 4))
+    schedule = Schedule1F1B(stage, 2, mse)
+    with pytest.raises(PenstockError, match=r"input is float32\[2,4\], expected float32\[3,4\]"):
+        schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
 
 
 def test_no_end_to_waiting() -> None:

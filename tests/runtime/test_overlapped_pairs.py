@@ -77,6 +77,14 @@ def test_the_parts_of_a_pair_may_run_in_two_threads_that_meet() -> None:
     schedule = make_schedule(layers)
     schedule.register_custom_function(OVERLAP_F_B, meet)
     train(layers, schedule)
+    trace = schedule.trace()
+    span_of = {span.action: span for span in trace.spans}
+    assert sorted(map(str, span_of)) == sorted(map(str, schedule.program.actions()))
+    assert len(span_of) == len(trace.spans)
+    assert trace.overlapped_pairs
+    for pair in trace.overlapped_pairs:
+        one, two = (span_of[part] for part in pair.parts)
+        assert one.start < one.end and two.start < two.end
     assert seen == [str(step) for step in schedule.program.ranks[0] if len(step.parts) > 1] * 2
     assert seen[0].endswith("OVERLAP_F_B")
     schedule.eval(batch(0)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,6 +18,14 @@ from penstock.runtime.shape_ids import condition_id, shape_ids
 from penstock.runtime.step import StepState
 from tests.agreement import Twins
 from tests.models import DIM, features, mlp
+
+
+@dataclass
+class Fields:
+    """A container with a value that is no child."""
+
+    x: Any
+    number: int
 
 
 def test_a_device_without_autocast() -> None:
@@ -52,7 +61,9 @@ def test_an_id_is_of_shapes_values_and_conditions() -> None:
     assert number(x, 2.0) == number(x, 3.0)
     others = [number(x, 3), number(x, 2.0), number(x, True), number(one, 2), number(x.int(), 2)]
     others += [number(x, 2, conditions=(8,)), number(x, None), number(x)]
+    others += [number(x.clone().requires_grad_(), 2)]
     assert len({same, *others}) == 1 + len(others)
+    assert number(Fields(x, 2)) == number(Fields(x, 2)) != number(Fields(x, 3))
     # An object may have been mutated since the last step.
     what = object()
     assert number(what) == number(what) != number(what, step=1)

@@ -234,3 +234,16 @@ def test_a_hook_on_the_gradient_of_a_tied_parameter() -> None:
     for step in range(2):
         inputs, target = tokens(8, step)
         both.step(inputs, target=target)
+
+
+def test_a_tie_that_the_model_has_anyway_may_be_named() -> None:
+    modules: Any = make_modules()
+    modules[3].weight = modules[0].weight
+    tie = [{0: "0.weight", 1: "3.weight"}]
+    pipe = Pipeline(
+        nn.Sequential(*modules), loss_fn=token_loss, ranks=2, split=[2, 2], shared=tie,
+        n_microbatches=2,
+    )  # fmt: skip
+    inputs, target = tokens(4, 0)
+    pipe.step(inputs, target=target)
+    assert len(list(pipe.named_parameters())) == 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ import penstock
 from penstock.errors import ScheduleError
 from penstock.schedule import registry
 from penstock.schedule.family import Arrangement
+from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
 from penstock.schedule.text import load_csv, parse_csv, save_csv
 
@@ -257,3 +259,16 @@ def test_two_directions_of_a_model_must_be_declared() -> None:
 
 def test_any_even_number_of_stages_per_rank_is_any() -> None:
     assert (1 << 16) in (registry.family("hanayo").virtuals or ())
+
+
+def test_steps_that_are_none_are_an_error_of_the_schedule() -> None:
+    @penstock.schedule("texts")
+    def texts(*, ranks: int, microbatches: int) -> Program:
+        steps: Any = (("0F0",),) * ranks
+        return Program(
+            name="x", placement=linear(ranks), num_microbatches=microbatches, ranks=steps
+        )
+
+    with pytest.raises(ScheduleError, match=r"texts: its function failed .*AttributeError"):
+        penstock.build("texts", ranks=2, microbatches=2)
+    penstock.search(ranks=2, microbatches=2, exact=False, time_limit_s=0.1)

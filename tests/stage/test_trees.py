@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from penstock import BoundaryError
+from penstock.stage import pytree
 from penstock.stage.boundary import BoundarySpec, describe
 from penstock.stage.pytree import decode, encode, flatten
 
@@ -131,3 +133,12 @@ def test_a_decoded_structure_is_that_of_the_values() -> None:
     made: Any = optree.tree_unflatten(decoded, leaves)
     assert [type(each) for each in made] == [Static, Lazy, dict]
     assert list(made[2]) == ["b", "a"]
+
+
+def test_a_default_factory_is_decoded_by_a_rank_that_has_not_met_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pytree, "_known_classes", {})
+    for factory in (list, int):
+        _, tree = flatten(defaultdict(factory, x=torch.ones(1)))
+        assert decode(encode(tree)) == tree

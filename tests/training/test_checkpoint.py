@@ -239,8 +239,20 @@ def test_another_shape_is_an_error(tmp_path: Path) -> None:
 def test_an_optimizer_that_was_not_saved_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, trained()[0])
     model = plain_model(7)
-    with pytest.raises(PartitionError, match=r"Missing key .*optim\.param_groups\.first\."):
+    with pytest.raises(PartitionError, match=r"it lacks first\.weight"):
         load(tmp_path, model, adamw(model))
+
+
+def test_a_setting_that_was_not_saved_stays(tmp_path: Path) -> None:
+    """Such as the one that a learning rate scheduler adds."""
+    model, optimizer = trained()
+    optimizer.param_groups[0]["lr"] = 0.125
+    save(tmp_path, model, optimizer)
+    fresh = adamw(again := plain_model(7))
+    torch.optim.lr_scheduler.LinearLR(fresh)
+    load(tmp_path, again, fresh)
+    group = fresh.param_groups[0]
+    assert group["lr"] == 0.125 and group["initial_lr"] != 0.125
 
 
 def test_another_models_optimizer_is_refused(tmp_path: Path) -> None:

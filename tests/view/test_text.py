@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from penstock import Costs, build, simulate
-from penstock.schedule.action import Op, action
+from penstock.schedule.action import Op, Overlap, action
+from penstock.schedule.text import parse_step
+from penstock.simulate.critical_path import StepCauses
 from penstock.trace import Span, Trace
+from penstock.view.perfetto import to_perfetto
 from penstock.view.text import to_text
 
 
@@ -90,3 +93,23 @@ def test_copies_have_lanes_below_their_ranks() -> None:
         )
         assert list(places) == sorted(set(places))
     assert len(to_text(simulate(program).trace).splitlines()) == 2
+
+
+def test_actions_that_overlap_are_both_seen() -> None:
+    """The longer one, begun first, goes on after the other has ended."""
+    times = {action(0, Op.FORWARD, 0): (0, 1), action(0, Op.FORWARD, 1): (1, 6)}
+    times |= {action(0, Op.FULL_BACKWARD, 0): (2, 3), action(0, Op.FULL_BACKWARD, 1): (6, 7)}
+    spans = tuple(Span(rank=0, action=a, start=s, end=e) for a, (s, e) in times.items())
+    pair = parse_step("(0F1;0B0)OVERLAP_F_B")
+    assert isinstance(pair, Overlap)
+    spans = tuple(sorted(spans, key=lambda span: span.start))
+    trace = Trace(name="x", num_ranks=1, unit="s", spans=spans, overlapped_pairs=(pair,))
+    assert to_text(trace) == "rank 0  F0 F1+B0+F1 -- -- B1\n"
+    last = spans[-1]
+    assert StepCauses(trace).cause(last) == spans[1]
+
+
+def test_a_simulation_is_drawn_by_its_trace() -> None:
+    result = simulate(build("1f1b", ranks=2, microbatches=2), Costs())
+    assert to_text(result) == to_text(result.trace)
+    assert to_perfetto(result) == to_perfetto(result.trace)

@@ -44,8 +44,8 @@ class ModelRequest:
 
     model: Annotated[str, typer.Argument(help=_MODEL)]
     set: Annotated[list[str] | None, option("key=value for the configuration; repeatable.")] = None
-    batch: Annotated[int, option("Rows of a microbatch.")] = 1
-    length: Annotated[int, option("Tokens per row.")] = 128
+    batch: Annotated[int, option("Rows of a microbatch.", min=1)] = 1
+    length: Annotated[int, option("Tokens per row.", min=1)] = 128
     device: Annotated[str, option("Where to measure.")] = "cpu"
     dtype: Annotated[str, option("The model's dtype.")] = "float32"
     max_size: Annotated[str, option("The most that parameters may take.")] = "4GB"
@@ -60,6 +60,10 @@ def load_model(request: ModelRequest) -> tuple[nn.Module, Any]:
     dtype = getattr(torch, request.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise PartitionError(f"--dtype {request.dtype} is no dtype of torch's, such as float32")
+    try:
+        torch.empty(0, device=request.device)
+    except (RuntimeError, AssertionError) as error:
+        raise PartitionError(f"--device {request.device}: {str(error).splitlines()[0]}") from error
     load = _from_factory if ":" in request.model else _from_transformers
     model, example = load(request)
 

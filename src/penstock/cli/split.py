@@ -33,10 +33,10 @@ _NUMBERS = ("stage", "rank", "parameters", "time", "share", "activations", "hold
 @with_options
 def split(
     *,
-    stages: Annotated[int, option("How many stages.", "--stages", "-s")],
+    stages: Annotated[int, option("How many stages.", "--stages", "-s", min=1)],
     output: Annotated[Path | None, option("Write the plan: *.toml.", "--output", "-o")] = None,
     request: ModelRequest,
-    runs: Annotated[int, option("Number of measurements.")] = 5,
+    runs: Annotated[int, option("Number of measurements.", min=1)] = 5,
     schedule: Annotated[str | None, option("Balance for the ranks of this schedule.")] = None,
     ranks: Annotated[
         int | None, option("On how many ranks --schedule runs.", "--ranks", "-r")
@@ -59,7 +59,7 @@ def split(
     from penstock.partition.balance.for_program import balance_for, rank_times
 
     if output is not None:
-        toml_path(output)
+        toml_path(output).parent.mkdir(parents=True, exist_ok=True)
     program, placement, in_flight = None, linear(stages), None
     if schedule is not None:
         program = choose_program(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import isfunction
 from typing import Any
@@ -248,8 +248,7 @@ class PipelineStage(ExchangingStage):
             return
         state = self._state_after(Phase.FORWARD, bwd_chunk_id, "a backward")
         grads = self._output_grads(state, loss)
-        with self._no_sync():
-            (self.backward if full_backward else self.input_grad)(state, grads)
+        (self.backward if full_backward else self.input_grad)(state, grads)
         state.phase = Phase.DONE if full_backward else Phase.INPUT_GRAD
         self._reduce_if_done(last_backward)
 
@@ -316,8 +315,7 @@ class PipelineStage(ExchangingStage):
         Weight gradients are not deferred. Run the backward by ``backward_maybe_with_nosync``.
         """
         self._begin()
-        with self._no_sync():
-            return self.submod(*args, **kwargs)
+        return self.submod(*args, **kwargs)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -353,18 +351,15 @@ class PipelineStage(ExchangingStage):
                 )
         groups: list[dict[str, Any]] | None = None
         replicas = self._begin_step()
-        with self._no_sync():
-            if backward_type == "weight":
-                grads = stage_backward_weight(self.submod.parameters(), *arguments)
-            # The graph of sharded parameters does not lead to the registered parameters.
-            elif backward_type == "full" or replicas.sharded:
-                grads = stage_backward(*arguments)
-                groups = [] if backward_type == "input" else None
-            else:
-                output, received, inputs = arguments
-                grads, groups = stage_backward_input(
-                    output, received, inputs, self.submod.parameters()
-                )
+        if backward_type == "weight":
+            grads = stage_backward_weight(self.submod.parameters(), *arguments)
+        # The graph of sharded parameters does not lead to the registered parameters.
+        elif backward_type == "full" or replicas.sharded:
+            grads = stage_backward(*arguments)
+            groups = [] if backward_type == "input" else None
+        else:
+            output, received, inputs = arguments
+            grads, groups = stage_backward_input(output, received, inputs, self.submod.parameters())
         self._reduces |= last_backward
         if self._reduces and backward_type != "input":
             self._end_step(reduce=True)
@@ -396,10 +391,6 @@ class PipelineStage(ExchangingStage):
                 replicas.wait()
         finally:
             replicas.end()
-
-    def _no_sync(self) -> Any:
-        no_sync = getattr(self.submod, "no_sync", None)
-        return no_sync() if no_sync is not None else nullcontext()
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide every gradient of the module by ``grad_scale_factor``."""

@@ -176,8 +176,7 @@ class PipelineTrainer(Trainer):
         return self._losses.pop(0)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The whole model's optimizer, left with this rank's parameters; its state is saved and
-        loaded as a whole."""
+        """The whole model's optimizer, left with this rank's parameters; its state stays whole."""
         mine = {*map(id, self._prepare_pipeline().parameters())}
         wrapped = super().create_optimizer()
         optimizer = getattr(wrapped, "optimizer", wrapped)
@@ -241,8 +240,7 @@ class PipelineTrainer(Trainer):
         local = pipelined.pipe.state_dict()
         with collective_call(group, "sync_model()"), torch.no_grad():
             by_rank = gather_objects(group, list(local))
-            ranks = reversed(range(group.size()))
-            owners = {name: rank for rank in ranks for name in by_rank[rank]}
+            owners = {name: i for i in reversed(range(group.size())) for name in by_rank[i]}
             for name, value in self.model.state_dict(keep_vars=True).items():
                 is_frozen = isinstance(value, nn.Parameter) and not value.requires_grad
                 if name not in owners or (is_frozen and pipelined.is_synced):
@@ -287,8 +285,7 @@ def _refuse(args: Any) -> None:
         )
     if args is not None and args.n_gpu > 1:  # Trainer would scale losses as for DataParallel
         raise ValueError(
-            f"one process sees {args.n_gpu} GPUs: run one process per GPU, by torchrun, or let it "
-            "see one, by CUDA_VISIBLE_DEVICES=0"
+            f"one process sees {args.n_gpu} GPUs: run one for each, or set CUDA_VISIBLE_DEVICES=0"
         )
 
 

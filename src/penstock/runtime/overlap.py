@@ -39,16 +39,14 @@ def bind_pair(
     parts = [actions[-1] for actions in bound]
     begun: set[Action] = set()
     ended: dict[Action, BaseException | None] = {}  # with the exception of each part
-    between: dict[Action, list[Any]] = {  # begin and end of each part
-        part.action: [] if streams is None else [streams.event(timed=True) for _ in range(2)]
-        for part in parts
-    }
+    between: dict[Action, list[Any]] = {part.action: [] for part in parts}  # begin and end
 
-    def mark(act: Action, place: int) -> None:
+    def now() -> Any:
         if streams is None:
-            between[act][place:] = [perf_counter()]
-        else:
-            streams.mark(between[act][place], streams.current())
+            return perf_counter()
+        event = streams.event(timed=True)
+        streams.mark(event, streams.current())
+        return event
 
     def run(part: BoundAction, stream: Stream, casts: Sequence[tuple[str, torch.dtype]]) -> None:
         if part.action in begun:
@@ -63,9 +61,9 @@ def bind_pair(
             with ExitStack() as stack:
                 for kind, dtype in casts:
                     stack.enter_context(torch.autocast(kind, dtype))
-                mark(part.action, 0)
+                begin = now()
                 part.run()
-                mark(part.action, 1)
+                between[part.action][:] = begin, now()
         except BaseException as error:
             ended[part.action] = error
             raise

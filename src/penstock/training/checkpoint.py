@@ -176,11 +176,14 @@ def load(
         )
         saved: Mapping[str, Any] = metadata.state_dict_metadata
         tensors = {name: tensor for name, tensor in before.items() if keep(name)}
-        settings = {
-            name: _empty(saved.get(f"optim.{name}")) for param in params for name in param.settings
-        }
+        names = [name for param in params for name in param.settings if f"optim.{name}" in saved]
+        found = {name: _empty(saved[f"optim.{name}"]) for name in names}
+        lacking = [f"it lacks {p.name}" for p in params if p.settings.keys().isdisjoint(found)]
         rank = str(_rank(group)) if f"extra.{_rank(group)}" in saved else "0"
-        _read(path, {"optim": settings}, group)
+        _on_all_ranks(group, lambda: _refuse(path, lacking))
+        _read(path, {"optim": found}, group)
+        # A setting that was not saved, such as a scheduler's, stays as it is.
+        settings = {n: found.get(n, p.group[key]) for p in params for n, key in p.settings.items()}
         _on_all_ranks(group, lambda: _refuse(path, _conflicts(params, settings)))
         # Reads into the model; DCP compares names and shapes on all ranks before it reads.
         states = _empty_states(metadata, {param.name: param.tensor for param in params})

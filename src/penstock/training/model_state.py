@@ -109,23 +109,26 @@ class ModelState:
         """
         if not full or self._group is None:
             refuse_common(self._value_stages())
-            return self._local_state(keep)
+            return self._local_state(keep, full=full)
         control = control_group(self._group)
         with collective_call(control, "state_dict(full=True)", (PartitionError,)):
             # Collective over all replicas with shards of the same tensors, too.
-            local = {
-                name: full_tensor(value).detach().cpu() if isinstance(value, Tensor) else value
-                for name, value in self._local_state(keep).items()
-            }
+            local = self._local_state(keep, full=True)
             mine = ([*self.parameter_stages().items()], self._value_stages(), local)
             params, values, parts = zip(*gather_objects(control, mine), strict=True)
             for named in (chain.from_iterable(params), *values):
                 refuse_common(named)
         return {name: value for part in parts for name, value in part.items()}
 
-    def _local_state(self, keep: Callable[[str], bool]) -> dict[str, Any]:
+    def _local_state(self, keep: Callable[[str], bool], *, full: bool) -> dict[str, Any]:
+        """This process's state; if ``full``, copies of whole tensors on the CPU."""
+
+        def copied(value: Any) -> Any:
+            is_copied = full and isinstance(value, Tensor)
+            return full_tensor(value).detach().to("cpu", copy=True) if is_copied else value
+
         return {
-            plain: value
+            plain: copied(value)
             for module in self._distinct().values()
             for name, value in module.state_dict().items()
             if keep(plain := plain_name(module, name))

@@ -99,8 +99,7 @@ def rank_times(measured: Profile, counts: Sequence[int], placement: Placement) -
 def step_s(measured: Profile, counts: Sequence[int], program: Program) -> float:
     """The simulated length of a step with these blocks per stage, without transfer times."""
     placement = program.placement
-    directions = placement.num_stages // placement.num_model_stages
-    stages = split_by_counts(measured.blocks, counts) * directions
+    stages = split_by_counts(measured.blocks, counts) * placement.num_directions
     return simulate(program, stage_costs(stages)).makespan
 
 

@@ -134,9 +134,11 @@ def split_by_module(
 
 
 def computes_loss(model: nn.Module, example: Example) -> bool:
-    """True if the model's output for an example has a scalar ``loss``."""
-    _, trace = _trace(find_leaf_modules(model, ()), torch.device("cpu"), example)
-    return trace is not None and trace.loss
+    """True if the model's output for an example has a scalar ``loss``; False if unknown."""
+    with suppress(PartitionError):  # a model of one stage need not be traceable
+        _, trace = _trace(find_leaf_modules(model, ()), torch.device("cpu"), example)
+        return trace is not None and trace.loss
+    return False
 
 
 def tensors_between(
