@@ -531,3 +531,24 @@ def test_a_full_state_is_a_copy() -> None:
             param.add_(1)
     after = pipe.state_dict(full=True)
     assert all(torch.equal(after[n], before[n] + 1) for n, _ in pipe.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tiemout_s": 3}, "unexpected keyword argument 'tiemout_s'"),
+        ({"is_single_process": True}, "unexpected keyword argument 'is_single_process'"),
+        ({"timeout_s": -3}, "timeout_s=-3: expected a number of seconds above 0"),
+        ({"loss_fn": "mse"}, "loss_fn is 'mse', expected a callable"),
+    ],
+)
+def test_wrong_options_are_found_before_the_model_is_initialized(
+    options: dict[str, Any], said: str
+) -> None:
+    def fill(module: nn.Module) -> None:
+        raise AssertionError("too early")
+
+    with torch.device("meta"):
+        model = named_model()
+    with pytest.raises((TypeError, ScheduleError), match=said):
+        Pipeline(model, **{"loss_fn": F.mse_loss, "ranks": 1, "init_fn": fill, **options})

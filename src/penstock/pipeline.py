@@ -22,7 +22,7 @@ from penstock.compat.stage import PipelineStage
 from penstock.errors import ScheduleError, StageError, folds_tracebacks
 from penstock.partition.plan import abbreviate, runs_of_names
 from penstock.runtime.comm.process_group import chosen_device, process_group
-from penstock.runtime.config import PipelineSpec
+from penstock.runtime.config import PipelineSpec, RunConfig
 from penstock.runtime.schedules import ScheduleProgram
 from penstock.runtime.step import is_placed, moved
 from penstock.schedule.program import Program, sizes_text
@@ -122,6 +122,7 @@ class Pipeline(ModelState):
         group = process_group(group, self.device, ranks)
         # The other ranks may be waiting for this rank in their first step.
         with publishing_errors(group):
+            config = RunConfig(n_microbatches or 1, loss_fn, **options)  # may raise, before the cut
             made = assemble(
                 PipelineSpec(
                     model=model,
@@ -138,7 +139,7 @@ class Pipeline(ModelState):
                     wrap_fn=wrap_fn,
                     device=self.device,
                     group=group,
-                    shared=options.get("shared", ()),
+                    shared=config.shared,
                 )
             )
         self.num_ranks = made.program.num_ranks

@@ -10,7 +10,6 @@ from the recorded times, so measured and simulated steps are treated alike.
 from __future__ import annotations
 
 from collections.abc import Container
-from operator import attrgetter
 
 from penstock.schedule.action import Action, Op, action
 from penstock.schedule.placement import Placement
@@ -69,7 +68,7 @@ class StepCauses:
         if span in spans[1:]:
             return spans[spans.index(span) - 1]
         before = self._before(rank, index)
-        return None if before < 0 else max(self._steps[rank][before][::-1], key=attrgetter("end"))
+        return None if before < 0 else max(self._steps[rank][before][::-1], key=lambda s: s.end)
 
     def critical_path(self) -> tuple[Span, ...]:
         """The computations on the critical path to the last end, by start."""
