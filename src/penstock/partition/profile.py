@@ -115,10 +115,10 @@ def _measure(
     """One run without timing; the medians of ``measure_times`` over runs after a warm-up; and
     ``measure_memory``."""
     run = profiled.on_own_state(lambda: run_profiled(profiled))
-    above = profiled.on_own_state(lambda: _hold_memory(profiled))
-    measured = [
-        profiled.on_own_state(lambda: measure_times(profiled, run)) for _ in range(runs + 1)
-    ]
+    measured, above = list[tuple[Times, ...]](), None
+    for _ in range(runs + 1):
+        above = profiled.on_own_state(lambda: _hold_memory(profiled))
+        measured.append(profiled.on_own_state(lambda: measure_times(profiled, run)))
     memory = profiled.on_own_state(lambda: measure_memory(profiled, run))
     del above
     return run, list(map(_median_times, zip(*measured[1:], strict=True))), memory
