@@ -138,8 +138,9 @@ def _median_times(runs: Sequence[Times]) -> Times:
 def _hold_memory(profiled: ProfiledModel) -> object:
     """Free the memory of earlier forwards below a live one, which is returned.
 
-    Within a training step, microbatches reuse memory. Without a live allocation above, the C
-    library returns memory to the system, and page faults make a forward up to twice as slow.
+    Within a training step, microbatches reuse memory. Without a live allocation above, as after a
+    run, the C library returns memory to the system: page faults make a forward up to three times
+    as slow.
     """
     if profiled.device.type != "cpu":
         return None

@@ -279,9 +279,8 @@ def _find_class(name: str) -> type[Any]:
     found: Any = sys.modules.get(module_name)
     for part in path.split("."):
         found = getattr(found, part, None)
-    # Such as the default factory of a defaultdict.
-    is_known = module_name == "builtins" or hasattr(found, "_fields")
-    is_known = is_known or optree.is_structseq_class(found)
+    is_tuple = hasattr(found, "_fields") or optree.is_structseq_class(found)
+    is_known = is_tuple or module_name == "builtins"  # such as the factory of a defaultdict
     if not isinstance(found, type) or not (is_known or _is_container(found)):
         raise BoundaryError(
             f"a stage sends a {name}, a class that this rank can't find; define it at the top "
