@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import penstock
-from penstock.integrations.transformers import LookAhead
+from penstock.integrations.transformers import PrefetchingLoader
 from tests.integrations.trainer_runs import SIZES
 from tests.processes import run_ranks
 
@@ -77,7 +77,7 @@ def test_a_loader_is_looked_ahead_to_its_end(is_prepared: bool) -> None:
             yield number
 
     seen = []
-    for batch in LookAhead(loader(), 2, batches, accelerator):
+    for batch in PrefetchingLoader(loader(), 2, batches, accelerator):
         seen.append((batch, batches[:], accelerator.is_ahead))
     pairs = [[0, 1], [0, 1], [2, 3], [2, 3], [4]]
     aheads = [True, False, True, False, False]

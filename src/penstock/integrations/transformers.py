@@ -41,7 +41,7 @@ from penstock.runtime.comm.process_group import collective_call, gather_objects
 from penstock.training.checkpoint import load_optimizer_state, plain_optimizer_state
 from penstock.training.clip import clip_grad_norm_
 
-__all__ = ["LookAhead", "PipelineTrainer"]
+__all__ = ["PrefetchingLoader", "PipelineTrainer"]
 
 _REFUSED = (  # settings of TrainingArguments
     *("auto_find_batch_size", "bf16_full_eval", "deepspeed", "eval_use_gather_object", "fp16"),
@@ -134,7 +134,7 @@ class PipelineTrainer(Trainer):
         calls = []
         for each in batches:
             try:
-                step(StandIn(), dict(each), *args)
+                step(PlaceholderModel(), dict(each), *args)
             except ModelCall as found:
                 calls.append(found.call)
             else:
@@ -147,10 +147,10 @@ class PipelineTrainer(Trainer):
     def _microbatch_loss(self, output: Any, inputs: Any, *, num_items: Any = None) -> Any:
         """Trainer's loss for an output of the last stage; outside of autocast, as in Trainer."""
         with torch.autocast(self.args.device.type, enabled=False):
-            stand_in = StandIn(self.accelerator.in_full_precision(output))
+            placeholder = PlaceholderModel(self.accelerator.in_full_precision(output))
             if not self._prepare_pipeline().training:
-                return super().prediction_step(stand_in, dict(inputs), True)[0]
-            super().training_step(stand_in, dict(inputs), num_items)
+                return super().prediction_step(placeholder, dict(inputs), True)[0]
+            super().training_step(placeholder, dict(inputs), num_items)
         return self.accelerator.loss
 
     # --- training ----------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class PipelineTrainer(Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
     ) -> Any:
         """The batches of one step, as the pipeline's first rank loads them."""
-        self._batches = self.accelerator.from_rank(0, list(islice(epoch_iterator, num_batches)))
+        self._batches = self.accelerator.broadcast(list(islice(epoch_iterator, num_batches)))
         self._losses = []
         return super().get_batch_samples(iter(self._batches), num_batches, device)
 
@@ -214,7 +214,7 @@ class PipelineTrainer(Trainer):
         """Evaluate as ``Trainer.evaluation_loop`` does; losses alone, several batches at once."""
         num = 1 if self.args.batch_eval_metrics else self.args.gradient_accumulation_steps
         self._batches, self._losses = [], []
-        loader = LookAhead(dataloader, num, self._batches, self.accelerator)
+        loader = PrefetchingLoader(dataloader, num, self._batches, self.accelerator)
         return super().evaluation_loop(cast(DataLoader[Any], loader), *args, **kwargs)
 
     def prediction_step(
@@ -223,9 +223,9 @@ class PipelineTrainer(Trainer):
         """Evaluate a batch as one microbatch; every rank gets its loss, and its outputs."""
         pipelined, step = self._prepare_pipeline().eval(), super().prediction_step
         if not prediction_loss_only:
-            return step(pipelined, self.accelerator.from_rank(0, inputs), False, ignore_keys)
+            return step(pipelined, self.accelerator.broadcast(inputs), False, ignore_keys)
         if not self._losses:
-            batches = self.accelerator.from_rank(0, self._batches[:] or [inputs])
+            batches = self.accelerator.broadcast(self._batches[:] or [inputs])
             self._batches.clear()
             self._run(pipelined.pipe.eval, step, batches, True, return_outputs=False)
         return (self._losses.pop(0) if self._losses else None), None, None
@@ -300,7 +300,7 @@ class ModelCall(StageError):
         self.call = call
 
 
-class StandIn(nn.Module):
+class PlaceholderModel(nn.Module):
     """In the model's place: returns an output, if it has one, once; else raises the call."""
 
     def __init__(self, *outputs: Any) -> None:
@@ -329,14 +329,14 @@ class PipelinedModel(nn.Module):
             outputs = self.pipe.eval(arg_mbs=[args], kwarg_mbs=[kwargs], merge_outputs=False)
         output = self.accelerator.in_full_precision(outputs[0]) if outputs else None
         placement = self.pipe.program.placement
-        output = self.accelerator.from_rank(placement.rank_of(placement.exits[0]), output)
+        output = self.accelerator.broadcast(output, placement.rank_of(placement.exits[0]))
         return send_to_device(output, self.accelerator.device)
 
 
 # --- replicas ------------------------------------------------------------------------------------
 
 
-class LookAhead:
+class PrefetchingLoader:
     """A data loader that puts its next batches, ``num`` at most, into a list before the first."""
 
     def __init__(self, loader: Any, num: int, batches: list[Any], accelerator: Any) -> None:
@@ -405,7 +405,7 @@ class ReplicaAccelerator(Accelerator):
         return self.pipelined or model
 
     def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
-        if isinstance(model, PipelinedModel | StandIn) and self.pipelined is not None:
+        if isinstance(model, PipelinedModel | PlaceholderModel) and self.pipelined is not None:
             return self.pipelined.plain[0]
         return cast(nn.Module, super().unwrap_model(model, *args, **options))
 
@@ -435,11 +435,11 @@ class ReplicaAccelerator(Accelerator):
             dist.all_gather(parts, tensor, self.replica_group)
         return torch.cat(parts)
 
-    def from_rank(self, rank: int, value: Any) -> Any:
+    def broadcast(self, value: Any, rank: int = 0) -> Any:
         """The value of a rank of this pipeline, its tensors on the CPU."""
         if self.pipeline_group is None:
             return value
         made = [send_to_device(value, "cpu") if self.pipeline_group.rank() == rank else None]
-        with collective_call(self.pipeline_group, "from_rank()"):
+        with collective_call(self.pipeline_group, "broadcast()"):
             dist.broadcast_object_list(made, group=self.pipeline_group, group_src=rank)
         return made[0]
