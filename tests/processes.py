@@ -40,6 +40,7 @@ _IMPORTED = (
     "penstock.pipeline",
     "penstock.schedule.families.table",
     "penstock.training.checkpoint",
+    "pytest",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.export._trace",

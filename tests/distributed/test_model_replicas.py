@@ -7,6 +7,7 @@ mesh (replica, stage) of 2 × 2      ranks 0 1    a pipeline, with the first hal
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -79,6 +80,8 @@ MODELS: dict[str, type[nn.Module]] = {"by module": Net, "captured": Traced}
 # Two stages per rank, so that a model of four stages fits.
 SCHEDULES = ("interleaved-1f1b", "zbv")
 WRAPS = ("ddp", "fsdp", "replicate")
+Case = tuple[str, str, str]
+CASES: tuple[Case, ...] = tuple(itertools.product(WRAPS, MODELS, SCHEDULES))
 
 
 def make(way: str) -> nn.Module:
@@ -111,22 +114,21 @@ def wrap(pipe: Pipeline, kind: str, replicas: DeviceMesh) -> None:
                 replicate(stage.submod, mesh=replicas)
 
 
-def train(rank: int, num_ranks: int, kind: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """By way and schedule, after each step: this rank's gradients and parameters, whole."""
+def train(rank: int, num_ranks: int) -> dict[Case, list[dict[str, Any]]]:
+    """By case, after each step: this rank's gradients and parameters, whole."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
     told = {}
-    for way in MODELS:
-        for schedule in SCHEDULES:
-            pipe = Pipeline(
-                make(way),
-                example=batch(0, 0, ROWS // NUM_MICROBATCHES),
-                schedule=schedule,
-                n_microbatches=NUM_MICROBATCHES,
-                group=mesh["stage"].get_group(),
-                timeout_s=60,
-            )
-            wrap(pipe, kind, mesh["replica"])
-            told[way, schedule] = history(pipe, mesh["replica"].get_local_rank())
+    for kind, way, schedule in CASES:
+        pipe = Pipeline(
+            make(way),
+            example=batch(0, 0, ROWS // NUM_MICROBATCHES),
+            schedule=schedule,
+            n_microbatches=NUM_MICROBATCHES,
+            group=mesh["stage"].get_group(),
+            timeout_s=60,
+        )
+        wrap(pipe, kind, mesh["replica"])
+        told[kind, way, schedule] = history(pipe, mesh["replica"].get_local_rank())
     return told
 
 
@@ -168,17 +170,15 @@ def expected(way: str) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def outcomes(kind: str) -> list[Any]:
-    return [outcome.result() for outcome in run_ranks(train, 4, kind, timeout_s=200)]
+def outcomes() -> list[Any]:
+    return [outcome.result() for outcome in run_ranks(train, 4, timeout_s=200)]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("way", MODELS)
-@pytest.mark.parametrize("kind", WRAPS)
+@pytest.mark.parametrize(("kind", "way", "schedule"), CASES)
 def test_replicas_of_a_models_stages_train_as_one_process_does(
     kind: str, way: str, schedule: str
 ) -> None:
-    by_rank = [told[way, schedule] for told in outcomes(kind)]
+    by_rank = [told[kind, way, schedule] for told in outcomes()]
     for step, wanted in enumerate(expected(way)):
         for pipeline in (by_rank[:2], by_rank[2:]):
             for what in ("grads", "params"):
