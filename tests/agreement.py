@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -20,7 +18,7 @@ from penstock import Pipeline, split_args_kwargs_into_chunks
 from penstock.schedule.family import Family
 from tests.compare import PlainResult, Tolerance, assert_same, plain_step, snapshot
 
-__all__ = ["BIDIRECTIONAL", "TRAINING", "ROUNDING", "Twins", "each_schedule_with", "virtuals"]
+__all__ = ["BIDIRECTIONAL", "TRAINING", "ROUNDING", "Twins", "virtuals"]
 
 # The schedules that train, in one direction: what they sum, they sum in the plain loop's order.
 # Those that split sequences want stages that hand on their state.
@@ -31,9 +29,6 @@ TRAINING = tuple(
 )
 # Those with a copy of the weights for each of two directions, which are summed apart.
 BIDIRECTIONAL = tuple(each.name for each in penstock.schedules() if each.num_directions > 1)
-# One of each kind of program: with full and with split backwards, one stage on a rank and several,
-# looped and in a V, with overlapped pairs. Other schedules have the same actions in other orders.
-KINDS = ("gpipe", "1f1b", "interleaved-zb", "zbv", "dualpipev")
 # For the cases, each with its reason, where float32 terms are summed in another order.
 ROUNDING = Tolerance(relative=2e-6, absolute=1e-12)
 
@@ -41,14 +36,6 @@ ROUNDING = Tolerance(relative=2e-6, absolute=1e-12)
 def virtuals(each: Family) -> tuple[int, ...]:
     """The numbers of stages per rank to try."""
     return tuple(v for v in (1, 2, 4) if each.virtuals is None or v in each.virtuals)
-
-
-def each_schedule_with(name: str, values: Sequence[Any]) -> Any:
-    """Parametrize a test by ``schedule`` and ``name``: every kind of schedule meets every value,
-    every other schedule one of them in turn."""
-    others = [schedule for schedule in TRAINING if schedule not in KINDS]
-    pairs = [(schedule, values[turn % len(values)]) for turn, schedule in enumerate(others)]
-    return pytest.mark.parametrize(("schedule", name), [*product(KINDS, values), *pairs])
 
 
 class Twins:

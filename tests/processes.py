@@ -33,15 +33,14 @@ __all__ = ["Outcome", "fork_server", "free_port", "run_ranks"]
 Work = Callable[..., Any]
 
 # DistributedDataParallel and torch.export import torch's compiler, which takes seconds, and models
-# of transformers take as long; pytest, which most modules of tests import, takes a tenth of one.
-# What is not installed is left out.
+# of transformers take as long. What is not installed is left out.
 _IMPORTED = (
     "penstock.assembly",
     "penstock.partition.export.capture",
     "penstock.pipeline",
     "penstock.schedule.families.table",
     "penstock.training.checkpoint",
-    "pytest",
+    "pytest",  # by the modules of tests
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.export._trace",

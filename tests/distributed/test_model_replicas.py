@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import Pipeline, pipe_split
+from tests.distributed.launches import results_of
 from tests.distributed.replicas import whole
-from tests.processes import run_ranks
 
 DIM, ROWS, NUM_MICROBATCHES, NUM_STEPS, LR = 6, 8, 4, 2, 0.1
 
@@ -80,8 +80,7 @@ MODELS: dict[str, type[nn.Module]] = {"by module": Net, "captured": Traced}
 # Two stages per rank, so that a model of four stages fits.
 SCHEDULES = ("interleaved-1f1b", "zbv")
 WRAPS = ("ddp", "fsdp", "replicate")
-Case = tuple[str, str, str]
-CASES: tuple[Case, ...] = tuple(itertools.product(WRAPS, MODELS, SCHEDULES))
+CASES = tuple(itertools.product(WRAPS, MODELS, SCHEDULES))
 
 
 def make(way: str) -> nn.Module:
@@ -114,22 +113,19 @@ def wrap(pipe: Pipeline, kind: str, replicas: DeviceMesh) -> None:
                 replicate(stage.submod, mesh=replicas)
 
 
-def train(rank: int, num_ranks: int) -> dict[Case, list[dict[str, Any]]]:
-    """By case, after each step: this rank's gradients and parameters, whole."""
+def train(rank: int, num_ranks: int, kind: str, way: str, schedule: str) -> list[dict[str, Any]]:
+    """After each step: this rank's gradients and parameters, whole."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
-    told = {}
-    for kind, way, schedule in CASES:
-        pipe = Pipeline(
-            make(way),
-            example=batch(0, 0, ROWS // NUM_MICROBATCHES),
-            schedule=schedule,
-            n_microbatches=NUM_MICROBATCHES,
-            group=mesh["stage"].get_group(),
-            timeout_s=60,
-        )
-        wrap(pipe, kind, mesh["replica"])
-        told[kind, way, schedule] = history(pipe, mesh["replica"].get_local_rank())
-    return told
+    pipe = Pipeline(
+        make(way),
+        example=batch(0, 0, ROWS // NUM_MICROBATCHES),
+        schedule=schedule,
+        n_microbatches=NUM_MICROBATCHES,
+        group=mesh["stage"].get_group(),
+        timeout_s=60,
+    )
+    wrap(pipe, kind, mesh["replica"])
+    return history(pipe, mesh["replica"].get_local_rank())
 
 
 def state_of(model: Pipeline | nn.Module) -> dict[str, Any]:
@@ -169,16 +165,11 @@ def expected(way: str) -> list[dict[str, Any]]:
     return told
 
 
-@functools.cache
-def outcomes() -> list[Any]:
-    return [outcome.result() for outcome in run_ranks(train, 4, timeout_s=200)]
-
-
 @pytest.mark.parametrize(("kind", "way", "schedule"), CASES)
 def test_replicas_of_a_models_stages_train_as_one_process_does(
     kind: str, way: str, schedule: str
 ) -> None:
-    by_rank = [told[kind, way, schedule] for told in outcomes()]
+    by_rank = results_of(train, 4, CASES, (kind, way, schedule))
     for step, wanted in enumerate(expected(way)):
         for pipeline in (by_rank[:2], by_rank[2:]):
             for what in ("grads", "params"):

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import Pipeline
 from penstock.schedule.registry import family
-from tests.agreement import TRAINING, Twins, each_schedule_with
+from tests.agreement import TRAINING, Twins
 from tests.compare import Tolerance, plain_step
 from tests.models import CASES, DIM, VOCABULARY, features, mlp, sequences
 
@@ -129,7 +129,8 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
 }
 
 
-@each_schedule_with("name", list(LAYERS))
+@SCHEDULES
+@pytest.mark.parametrize("name", LAYERS)
 def test_layers(name: str, schedule: str) -> None:
     """Parameters used several times in a stage sum their gradients in another order there."""
     torch.manual_seed(0)
@@ -186,7 +187,8 @@ def test_complex_models(schedule: str) -> None:
         both.step(torch.complex(inputs, inputs.sin()), target=target)
 
 
-@each_schedule_with("dtype", [torch.float64, torch.bfloat16])
+@SCHEDULES
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_models_of_other_dtypes(schedule: str, dtype: torch.dtype) -> None:
     both = made(mlp(4).to(dtype), schedule)
     for step in range(2):

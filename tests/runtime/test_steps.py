@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from penstock import BoundaryError, Pipeline, PipelineStage
 from penstock.schedule.registry import family
-from tests.agreement import ROUNDING, TRAINING, Twins, each_schedule_with
+from tests.agreement import ROUNDING, TRAINING, Twins
 from tests.compare import plain_step
 from tests.models import CASES, DIM, features, mlp, token_loss, tokens
 
@@ -179,7 +179,8 @@ def test_modules_that_return_more_in_training(schedule: str) -> None:
 # --- frozen, unused and shared parameters ----------------------------------------------------
 
 
-@each_schedule_with("frozen", [(0,), (1,), (2,), (3,), (0, 1), (1, 2), (0, 1, 2), (1, 2, 3)])
+@SCHEDULES
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (3,), (0, 1), (1, 2), (0, 1, 2), (1, 2, 3)])
 def test_frozen_stages(schedule: str, frozen: tuple[int, ...]) -> None:
     """Gradients pass through a frozen stage where one before it is to be trained."""
     model = mlp(4)
@@ -201,7 +202,8 @@ def set_trained(both: Twins, layers: tuple[int, ...], trained: bool) -> None:
                 param.requires_grad_(trained)
 
 
-@each_schedule_with("frozen", [(0,), (1,), (3,), (0, 1), (0, 1, 2)])
+@SCHEDULES
+@pytest.mark.parametrize("frozen", [(0,), (1,), (3,), (0, 1), (0, 1, 2)])
 def test_frozen_between_steps(schedule: str, frozen: tuple[int, ...]) -> None:
     """Fewer gradients are needed than in the first step; what is frozen keeps what it had."""
     both = made(mlp(4), F.mse_loss, schedule)
@@ -222,7 +224,8 @@ def test_unfrozen_again(schedule: str) -> None:
         both.step(inputs, target=target)
 
 
-@each_schedule_with("layers", [(0,), (0, 1), (0, 1, 2)])
+@SCHEDULES
+@pytest.mark.parametrize("layers", [(0,), (0, 1), (0, 1, 2)])
 def test_unfrozen_between_steps(schedule: str, layers: tuple[int, ...]) -> None:
     """What crossed without a gradient crosses with one, from then on or now and then."""
     both = made(mlp(4), F.mse_loss, schedule)
@@ -276,7 +279,8 @@ class OffPath(nn.Module):
         return x.detach() + self.bias.exp()
 
 
-@each_schedule_with("place", [0, 1, 2, 3])
+@SCHEDULES
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_a_stage_that_cuts_the_graph(schedule: str, place: int) -> None:
     """Stages before it get no gradient at all: None, as on one device, not zeros."""
     layers = list(mlp(4))
@@ -305,9 +309,10 @@ class Cuts(nn.Module):
 
 
 # Calls 0, 1, 2 are the first step's, of three microbatches.
-CUTS = each_schedule_with("when", [{3, 4, 5}, {0, 1, 2}, {1}, {0}, {4}])
+CUTS = pytest.mark.parametrize("when", [{3, 4, 5}, {0, 1, 2}, {1}, {0}, {4}])
 
 
+@SCHEDULES
 @CUTS
 def test_gradients_that_come_at_times(schedule: str, when: set[int]) -> None:
     """In one step or microbatch, not in another: told exactly, where it may change."""
@@ -319,6 +324,7 @@ def test_gradients_that_come_at_times(schedule: str, when: set[int]) -> None:
         both.descend()
 
 
+@SCHEDULES
 @CUTS
 def test_gradients_that_come_unannounced(schedule: str, when: set[int]) -> None:
     """Never zeros for none, which an optimizer with weight decay would take for a gradient."""
@@ -418,7 +424,8 @@ def grads_of(stages: Any) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for s in stages for p in s.parameters()]
 
 
-@each_schedule_with("wrap", [Wrapped, lambda m: torch.compile(m, backend="eager")])
+@SCHEDULES
+@pytest.mark.parametrize("wrap", [Wrapped, lambda m: torch.compile(m, backend="eager")])
 def test_a_module_wrapped_between_steps(schedule: str, wrap: Any) -> None:
     both = made(mlp(4), F.mse_loss, schedule)
     modules = [stage.submod for stage in both.pipe.stages]

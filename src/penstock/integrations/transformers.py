@@ -41,7 +41,7 @@ from penstock.runtime.comm.process_group import collective_call, gather_objects
 from penstock.training.checkpoint import load_optimizer_state, plain_optimizer_state
 from penstock.training.clip import clip_grad_norm_
 
-__all__ = ["PrefetchingLoader", "PipelineTrainer"]
+__all__ = ["PipelineTrainer", "PrefetchingLoader"]
 
 _REFUSED = (  # settings of TrainingArguments
     *("auto_find_batch_size", "bf16_full_eval", "deepspeed", "eval_use_gather_object", "fp16"),
@@ -337,7 +337,7 @@ class PipelinedModel(nn.Module):
 
 
 class PrefetchingLoader:
-    """A data loader that puts its next batches, ``num`` at most, into a list before the first."""
+    """A data loader that reads up to ``num`` batches into a list, and then yields them."""
 
     def __init__(self, loader: Any, num: int, batches: list[Any], accelerator: Any) -> None:
         self.loader, self.num, self.batches, self.accelerator = loader, num, batches, accelerator
@@ -436,7 +436,7 @@ class ReplicaAccelerator(Accelerator):
         return torch.cat(parts)
 
     def broadcast(self, value: Any, rank: int = 0) -> Any:
-        """The value of a rank of this pipeline, its tensors on the CPU."""
+        """Broadcast a value from a rank of this pipeline; its tensors are then on the CPU."""
         if self.pipeline_group is None:
             return value
         made = [send_to_device(value, "cpu") if self.pipeline_group.rank() == rank else None]
