@@ -35,7 +35,7 @@ from penstock.errors import StageError
 from penstock.parallel.data_parallel import Replicas, replicas_of
 from penstock.stage.boundary import describe, static_spec
 from penstock.stage.pytree import leaves_in_order, map_tensors
-from penstock.stage.stage import MicrobatchState
+from penstock.stage.stage import Args, Kwargs, MicrobatchState
 from penstock.stage.wrappers import unwrapped
 
 __all__ = ["HAND_DRIVEN", "PipelineStage", "PipelineStageInfo", "TracedStage", "build_stage"]
@@ -158,14 +158,7 @@ class PipelineStage(ExchangingStage):
         self._forward_contexts[handle.id] = context_factory
         return handle
 
-    def forward(
-        self,
-        state: MicrobatchState,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        defer: bool,
-    ) -> Any:
+    def forward(self, state: MicrobatchState, args: Args, kwargs: Kwargs, *, defer: bool) -> Any:
         """Run the module, in the registered context if there is one."""
         if not self._forward_contexts:
             return super().forward(state, args, kwargs, defer=defer)
@@ -479,14 +472,7 @@ class TracedStage(PipelineStage):
         self._stage_names = {str(node.target): i for i, node in enumerate(nodes)}
         self.name = nodes[stage_index].name
 
-    def forward(
-        self,
-        state: MicrobatchState,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        defer: bool,
-    ) -> Any:
+    def forward(self, state: MicrobatchState, args: Args, kwargs: Kwargs, *, defer: bool) -> Any:
         """Run the module. The model's output is its tensor, or a tuple of its tensors."""
         output = super().forward(state, args, kwargs, defer=defer)
         if self.is_last:

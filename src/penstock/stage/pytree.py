@@ -27,6 +27,8 @@ from penstock.errors import BoundaryError
 __all__ = ["NAMESPACE", "Plain", "as_args", "decode", "encode", "flatten", "is_plain"]
 __all__ += ["map_tensors", "same_value", "tensors_of", "unflatten"]
 
+# The classes of most leaves: no containers, whatever is registered.
+_LEAF_CLASSES = frozenset((Tensor, nn.Parameter, bool, int, float, str))
 # The optree namespace in which containers are registered when they are first met.
 NAMESPACE = "penstock"
 
@@ -44,7 +46,7 @@ def flatten(
 ) -> tuple[list[Any], optree.PyTreeSpec]:
     """The leaves and the structure of a pytree; ``is_leaf`` says which containers stay closed."""
     leaves, tree = optree.tree_flatten(value, is_leaf, namespace=NAMESPACE)
-    classes = {type(leaf) for leaf in leaves}
+    classes = set(map(type, leaves)) - _LEAF_CLASSES
     new = [cls for cls in classes - _registered if _is_container(cls)]
     if not new:
         if any(issubclass(cls, Mapping) for cls in classes):

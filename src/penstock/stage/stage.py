@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +44,11 @@ from penstock.stage.pytree import flatten, is_plain, unflatten
 from penstock.stage.recompute import Findings, RecomputeContext
 from penstock.stage.wrappers import unwrapped
 
-__all__ = ["MicrobatchState", "SequenceState", "Stage", "detach_state", "holding_back"]
-__all__ += ["takes_state"]
+__all__ = ["Args", "Kwargs", "MicrobatchState", "SequenceState", "Stage", "detach_state"]
+__all__ += ["holding_back", "takes_state"]
+
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = Mapping[str, Any]
 
 
 class MicrobatchState:
@@ -203,14 +206,7 @@ class Stage:
             self._meshes[meta.mesh] = found
         return self._meshes[meta.mesh]
 
-    def forward(
-        self,
-        state: MicrobatchState,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        defer: bool,
-    ) -> Any:
+    def forward(self, state: MicrobatchState, args: Args, kwargs: Kwargs, *, defer: bool) -> Any:
         """Run the module; ``defer`` says whether weight gradients are deferred to W."""
         if defer and self.defers_weights and not self._leaves_all_to_w(state):
             output = self._forward_deferring(state, args, kwargs)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import BoundaryError, PartitionError
-from penstock.partition.forward.module_state import tensors_in
+from penstock.partition.forward.module_state import is_equal, tensors_in
 from penstock.partition.spec import RemoteTensor, on_shapes, own_loss
 from penstock.stage.pytree import flatten, is_plain, unflatten
 
@@ -66,7 +66,7 @@ class CallForm:
         """Arguments by parameter, without defaults."""
         parameters = self.signature.parameters
         given = self.signature.bind(*args, **kwargs).arguments
-        return {n: v for n, v in given.items() if not _is_default(v, parameters[n].default)}
+        return {n: v for n, v in given.items() if not is_equal(v, parameters[n].default)}
 
     def _paths_of(self, tree: optree.PyTreeSpec) -> list[str]:
         """The names of a call's leaves; entries of ``**kwargs`` go by their own names."""
@@ -150,8 +150,3 @@ def _kind(leaf: Any) -> tuple[Any, Any]:
     if isinstance(leaf, RemoteTensor):
         return (Tensor, leaf.meta.dtype)
     return (Tensor, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    plain = isinstance(value, (bool, int, float, str))
-    return value is default or (plain and type(value) is type(default) and bool(value == default))

@@ -31,7 +31,7 @@ from penstock.errors import PartitionError
 from penstock.partition.forward.forward_plan import ForwardPlan
 from penstock.partition.forward.forward_trace import LeafCall
 from penstock.partition.forward.leaf_modules import LeafModules
-from penstock.partition.forward.module_state import ModuleSnapshot, TensorVersions
+from penstock.partition.forward.module_state import AttributeValues, TensorVersions
 from penstock.partition.forward.placeholder import (
     ValueKind,
     ValueRef,
@@ -315,7 +315,7 @@ class _StageCallHandler:
     def __init__(self, index: int, device: torch.device) -> None:
         self.index = index
         self.device = device
-        self._snapshots: dict[str, tuple[nn.Module, ModuleSnapshot]] = {}
+        self._attributes: dict[str, tuple[nn.Module, AttributeValues]] = {}
         self._plan: _StagePlan | None = None
 
     def run(self, plan: _StagePlan, values: Values, forward: Callable[[], Any]) -> Any:
@@ -430,16 +430,16 @@ class _StageCallHandler:
             )
         if missing:
             raise self._differs(f"{call.leaf} is called with {describe_refs(missing)}, not here")
-        if self._snapshots.get(call.leaf, (None,))[0] is not module:
-            self._snapshots[call.leaf] = module, ModuleSnapshot(module)
-        snapshot = self._snapshots[call.leaf][1]
-        snapshot.record()
+        if self._attributes.get(call.leaf, (None,))[0] is not module:
+            self._attributes[call.leaf] = module, AttributeValues(module)
+        attributes = self._attributes[call.leaf][1]
+        attributes.record()
         marked, versions = mark(), TensorVersions(given)
         result = module(*args, **kwargs)
         for i in versions.written():
             if i not in call.writes:
                 raise self._differs(f"{call.leaf} writes into argument {i}")
-        for name in snapshot.fresh_tensors():
+        for name in attributes.fresh_tensors():
             if name not in call.changes:
                 raise self._differs(f"{call.leaf} keeps tensors in its attribute {name}")
         sent = plan.sent.get(self._next, [])

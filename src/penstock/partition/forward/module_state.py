@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from penstock._torch_compat import HOOKS, WRAPPERS_STATE, version_of
 from penstock.partition.forward.placeholder import PlaceholderTensor
 
-__all__ = ["ModuleSnapshot", "StateChanges", "TensorVersions", "are_same", "tensors_in"]
+__all__ = ["AttributeValues", "ModuleSnapshot", "StateChanges", "TensorVersions"]
+__all__ += ["are_same", "is_equal", "tensors_in"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -53,6 +55,48 @@ class StateChanges:
     written: tuple[str, ...]  # parameters, buffers and tensors in attributes, in place
 
 
+class AttributeValues:
+    """The values in the attributes of a module and its submodules, and in containers in them.
+
+    They are recorded before each call of a module, and compared after it: in one list, since a
+    layer has hundreds.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._watch_containers()
+        self.record()
+
+    def _watch_containers(self) -> None:
+        self._containers = [each for each in _containers_of(self._module) if each[0]]
+        # Views: the values at the time that they are iterated over.
+        values = [x.values() if isinstance(x, dict) else x for _, x in self._containers]
+        self._values: list[Collection[Any]] = values
+
+    def record(self) -> None:
+        """Record the current values, for ``fresh_tensors``."""
+        self._sizes = list(map(len, self._values))
+        self._before = list(chain.from_iterable(self._values))
+
+    def fresh_tensors(self) -> list[str]:
+        """The attributes that hold tensors which they did not hold before, but for own state.
+
+        ``nn.RNN`` keeps a list of its parameters, and rebuilds it when FSDP replaces them.
+        """
+        sizes = list(map(len, self._values))
+        if sizes == self._sizes and all(map(is_, chain.from_iterable(self._values), self._before)):
+            return []
+        known = set(map(id, (*self._module.parameters(), *self._module.buffers(), *self._before)))
+        found = {
+            _join(label, key)
+            for label, container in self._containers
+            for key, value in _items(label, container)
+            if id(value) not in known and any(id(t) not in known for t in tensors_in(value))
+        }
+        self._watch_containers()
+        return sorted(found)
+
+
 class ModuleSnapshot:
     """A snapshot of attributes, parameters, buffers and hooks of a module and its submodules.
 
@@ -62,19 +106,17 @@ class ModuleSnapshot:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._containers = _containers_of(module)
-        self._registries = _copied(each for each in self._containers if not each[0])
-        self.record()
-
-    def record(self) -> None:
-        """Record the current attributes, for ``fresh_tensors`` and ``restore``."""
-        self._before = _copied(each for each in self._containers if each[0])
+        self._values = AttributeValues(module)
+        self._before: list[tuple[str, Any, Any]] = [
+            (label, x, dict(x) if isinstance(x, dict) else list(x))
+            for label, x in _containers_of(module)
+        ]
 
     def watch_writes(self) -> None:
         """Record the tensors and their versions, for ``changes``."""
         self.loose: dict[str, Tensor] = {
             _join(label, key): value
-            for label, attributes in self._containers
+            for label, attributes, _ in self._before
             if label.endswith(".")
             for key, value in _items(label, attributes)
             if isinstance(value, Tensor)
@@ -82,47 +124,28 @@ class ModuleSnapshot:
         self._tensors = self._parameters_and_buffers()
         self._versions = TensorVersions((*self._tensors.values(), *self.loose.values()))
 
-    def fresh_tensors(self) -> list[str]:
-        """The attributes that hold tensors which they did not hold before, but for own state.
-
-        ``nn.RNN`` keeps a list of its parameters, and rebuilds it when FSDP replaces them.
-        """
-        changed = [(label, now, was) for label, now, was in self._before if not are_same(now, was)]
-        if not changed:
-            return []
-        known = set(map(id, (*self._module.parameters(), *self._module.buffers())))
-        known.update(id(value) for _, _, was in self._before for _, value in _items("", was))
-        found = {
-            _join(label, key)
-            for label, now, _ in changed
-            for key, value in _items(label, now)
-            if id(value) not in known and any(id(t) not in known for t in tensors_in(value))
-        }
-        self._containers = _containers_of(self._module)
-        return sorted(found)
-
     def changes(self) -> StateChanges:
         """The changes since ``watch_writes``."""
         attributes: list[str] = []
         for label, now, was in self._before:
             if label.endswith("."):
                 items = _items(label, now)
-                attributes += [_join(label, k) for k, v in items if not _is_equal(v, was.get(k))]
-            elif not are_same(now, was):
+                attributes += [_join(label, k) for k, v in items if not is_equal(v, was.get(k))]
+            elif label and not are_same(now, was):
                 attributes.append(label)
         containers = [label for label, _, _ in self._before if not label.endswith(".")]
         tensors, after = self._tensors, self._parameters_and_buffers()
         names = [*tensors, *self.loose]
         return StateChanges(
             attributes=tuple(dict.fromkeys(attributes)),
-            filled=tuple(name for name in self.fresh_tensors() if name in containers),
+            filled=tuple(name for name in self._values.fresh_tensors() if name in containers),
             replaced=tuple(n for n in tensors | after if after.get(n) is not tensors.get(n)),
             written=tuple(names[i] for i in self._versions.written()),
         )
 
     def restore(self) -> None:
         """Restore attributes, the contents of their containers, and registries."""
-        for _, container, before in (*self._before, *self._registries):
+        for _, container, before in self._before:
             if not are_same(container, before):
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(before)
@@ -152,10 +175,6 @@ def _containers_of(module: nn.Module) -> list[tuple[str, Any]]:
     return found
 
 
-def _copied(containers: Iterable[tuple[str, Any]]) -> list[tuple[str, Any, Any]]:
-    return [(n, x, dict(x) if isinstance(x, dict) else list(x)) for n, x in containers]
-
-
 def _join(label: str, key: Any) -> str:
     """The name of an item: of a module's attribute, or of the attribute that holds it."""
     return f"{label}{key}".removeprefix(".") if label.endswith(".") else label
@@ -171,7 +190,8 @@ def _is_tracked(name: Any) -> bool:
     return name not in _MODULE_ATTRIBUTES and not str(name).startswith(WRAPPERS_STATE)
 
 
-def _is_equal(value: Any, was: Any) -> bool:
+def is_equal(value: Any, was: Any) -> bool:
+    """True if two values are the same object, or plain and equal."""
     plain = isinstance(value, _PLAIN) and type(value) is type(was)
     return value is was or (plain and bool(value == was))
 
