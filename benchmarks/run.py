@@ -23,6 +23,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from rich.console import Console
 
+from benchmarks.by_module import measure_by_module
 from benchmarks.compiled import measure_compiled_schedules
 from benchmarks.figures import Figure, save_figures, show_figures, write_page
 from benchmarks.forecast import measure_forecasts
@@ -71,6 +72,7 @@ def measures(quick: bool) -> dict[str, Callable[[], list[Figure]]]:
         "compiled": lambda: measure_compiled_schedules(rounds=2 if quick else 9),
         "split": lambda: measure_split(0.1 if quick else 1.0),
         "trainer": lambda: measure_trainer(rounds=1 if quick else 5, steps=4 if quick else 8),
+        "module": lambda: measure_by_module(rounds=3 if quick else 40),
         "memory": measure_memory,
         "forecast": lambda: measure_forecasts(rounds=1 if quick else 3, steps=2 if quick else 10),
         "planning": lambda: measure_planning(rounds=1 if quick else 3),
