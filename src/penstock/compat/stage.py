@@ -34,8 +34,8 @@ from penstock.compat.exchange import ExchangingStage, ManualState, Phase
 from penstock.errors import StageError
 from penstock.parallel.data_parallel import Replicas, replicas_of
 from penstock.stage.boundary import describe, static_spec
-from penstock.stage.pytree import leaves_in_order, map_tensors
-from penstock.stage.stage import Args, Kwargs, MicrobatchState
+from penstock.stage.pytree import Args, Kwargs, leaves_in_order, map_tensors
+from penstock.stage.stage import MicrobatchState
 from penstock.stage.wrappers import unwrapped
 
 __all__ = ["HAND_DRIVEN", "PipelineStage", "PipelineStageInfo", "TracedStage", "build_stage"]

@@ -24,9 +24,12 @@ from torch import Tensor, nn
 from penstock._torch_compat import pytree_node
 from penstock.errors import BoundaryError
 
-__all__ = ["NAMESPACE", "Plain", "as_args", "decode", "encode", "flatten", "is_plain"]
-__all__ += ["map_tensors", "same_value", "tensors_of", "unflatten"]
+__all__ = ["NAMESPACE", "Args", "Kwargs", "Plain", "as_args", "decode", "encode", "flatten"]
+__all__ += ["is_plain", "map_tensors", "same_value", "tensors_of", "unflatten"]
 
+# The arguments of a call.
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = Mapping[str, Any]
 # The classes of most leaves: no containers, whatever is registered.
 _LEAF_CLASSES = frozenset((Tensor, nn.Parameter, bool, int, float, str))
 # The optree namespace in which containers are registered when they are first met.

@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +40,12 @@ from penstock.stage.boundary import BoundarySpec
 from penstock.stage.device_streams import indexed
 from penstock.stage.dtensor import DTensorMeta, find_mesh
 from penstock.stage.offload import ActivationOffload
-from penstock.stage.pytree import flatten, is_plain, unflatten
+from penstock.stage.pytree import Args, Kwargs, flatten, is_plain, unflatten
 from penstock.stage.recompute import Findings, RecomputeContext
 from penstock.stage.wrappers import unwrapped
 
-__all__ = ["Args", "Kwargs", "MicrobatchState", "SequenceState", "Stage", "detach_state"]
-__all__ += ["holding_back", "takes_state"]
-
-Args: TypeAlias = tuple[Any, ...]
-Kwargs: TypeAlias = Mapping[str, Any]
+__all__ = ["MicrobatchState", "SequenceState", "Stage", "detach_state", "holding_back"]
+__all__ += ["takes_state"]
 
 
 class MicrobatchState:
@@ -220,9 +217,7 @@ class Stage:
         """True if no gradient is sent back: W then runs the full backward, which costs less."""
         return self.defers_weights and not state.leaves and not state.in_sequence
 
-    def _forward_deferring(
-        self, state: MicrobatchState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _forward_deferring(self, state: MicrobatchState, args: Args, kwargs: Kwargs) -> Any:
         # Imported here, since few schedules defer weight gradients.
         from penstock.stage.weight_grad import DeferredGrads, compiled_parts, find_undeferred
 

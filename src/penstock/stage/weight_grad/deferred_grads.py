@@ -52,6 +52,7 @@ from penstock._torch_compat import (
     without_override_check,
 )
 from penstock.stage.dtensor import is_dtensor
+from penstock.stage.pytree import Args, Kwargs
 from penstock.stage.weight_grad.accumulate import (
     Expression,
     Formula,
@@ -66,8 +67,6 @@ __all__ = ["COMPILED_PART_OF", "HANDLERS", "DeferredGrads", "compiled_parts", "f
 __all__ += ["is_dense"]
 
 Func: TypeAlias = Callable[..., Any]
-Args: TypeAlias = tuple[Any, ...]
-Kwargs: TypeAlias = dict[str, Any]
 # Runs one call of an operation in the active mode.
 Handler: TypeAlias = "Callable[[DeferredGrads, Func, Args, Kwargs], Any]"
 # By operation; None if it is irrelevant to gradients.

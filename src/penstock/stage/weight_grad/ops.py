@@ -21,15 +21,14 @@ from penstock._torch_compat import (
     observed,
     view_base,
 )
+from penstock.stage.pytree import Args, Kwargs
 from penstock.stage.weight_grad import accumulate as formulas
 from penstock.stage.weight_grad.accumulate import Weight, refuse
 from penstock.stage.weight_grad.deferred_grads import (
     HANDLERS,
-    Args,
     DeferredGrads,
     Func,
     Handler,
-    Kwargs,
     generic,
     is_dense,
     substitute,
@@ -147,7 +146,7 @@ DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 def conv(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``F.conv2d(x, w, b, ...)`` and the like, of a batch, with padding in numbers."""
     dims = CONVS[func]
-    given = dict(zip(PARAMETERS, args, strict=False)) | kwargs
+    given = dict(zip(PARAMETERS, args, strict=False), **kwargs)
     x, w, b = given.pop("input"), given.pop("weight"), given.pop("bias", None)
     weights = weights_of(deferred, x, w, b)
     options = DEFAULTS | given
@@ -180,7 +179,7 @@ def conv(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any
 def embedding(deferred: DeferredGrads, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """``torch.embedding``, which ``F.embedding`` calls, with dense gradients."""
     names = ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse")
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = dict(zip(names, args, strict=False), **kwargs)
     table, indices = given["weight"], given["indices"]
     weight = deferred.weight(table)
     if weight is None or given.get("sparse") or type(indices) is not Tensor or not deferrable_now():
