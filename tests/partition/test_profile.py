@@ -490,16 +490,37 @@ class Aside(nn.Module):
 class Moody(nn.Module):
     """Leaves a layer out after its first runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 2) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
-        self.runs = 0
+        self.first, self.runs = first, 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.runs += 1
-        for layer in self.layers[: 2 if self.runs > 2 else 3]:
+        for layer in self.layers[: 2 if self.runs > self.first else 3]:
             x = layer(x)
         return x
+
+
+class Routed(nn.Module):
+    """Runs one expert or two, by what dropout has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.layers[0](x))
+        y = self.layers[1](x)
+        return self.layers[2](y) if x.sum() > 0 else y
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_router_that_follows_dropout_takes_one_way_in_all_runs(seed: int) -> None:
+    torch.manual_seed(seed)
+    costs = profile(Routed(), torch.randn(1, DIM), runs=2)
+    assert len(costs.blocks) in (2, 3)  # an expert that does not run joins another's block
+    assert all(block.forward_s and block.backward_s for block in costs.blocks)
 
 
 @pytest.mark.parametrize(
@@ -507,7 +528,10 @@ class Moody(nn.Module):
     [
         (nn.Linear(2, 2), torch.ones(1, 2), "no modules to cut between"),
         (Aside(), torch.ones(1, DIM), r"calls none of layers\.0, layers\.1"),
-        (Moody(), torch.ones(1, DIM), "runs 2 blocks where it ran 3"),
+        *(
+            (Moody(first), torch.ones(1, DIM), "runs 2 blocks where it ran 3")
+            for first in (2, 6, 33)
+        ),
         (Tiny().requires_grad_(False), tokens(), "takes no gradient"),
         (Tiny().to("meta"), tokens(), "meta device"),
         ([], tokens(), "takes no gradient"),

@@ -154,7 +154,7 @@ def _state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 class ObservedPass:
-    """One forward and backward of a profiled model, observed by segment.
+    """One forward and backward of a profiled model, observed by segment, as in ``run`` if given.
 
     ``mark`` is called where a segment begins, before its leaf module runs.
 
@@ -168,10 +168,11 @@ class ObservedPass:
     def __init__(
         self,
         profiled: ProfiledModel,
+        run: ProfileRun | None = None,
         mark: Callable[[], Any] = lambda: None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self.order: list[str] = []
+        self._run, self.order = run, list[str]()
         self.marks: list[Any] = []
         self.outputs: dict[int, list[Tensor]] = {}
         self.keeps_outputs = False
@@ -186,11 +187,20 @@ class ObservedPass:
         self._arrivals: dict[int, float] = {}
 
     def forward(self) -> Times:
-        """Run the forward, within ``on_own_state``; return the time of each segment's."""
-        with self._watching():
+        """Run the forward, within ``on_own_state``; return the time of each segment's.
+
+        It draws the same random numbers each time, on which a router of experts may depend.
+        """
+        with self._watching(), preserve_rng_state(self._profiled.device):
             begin = self._clock()
             self._roots, self._grads = self._profiled.forward()
             stamps = [begin, *self._begun[1:], self._clock()]
+        if self._run is not None and tuple(self.order) != self._run.order:
+            raise PartitionError(
+                f"the {type(self._profiled.model).__name__} runs {len(self.order)} blocks where it "
+                f"ran {len(self._run.order)} before; switch off what drops layers at random, or "
+                "call eval()"
+            )
         spans = zip(range(len(self.order)), pairwise(stamps), strict=False)
         self.spans = [(segment, *between) for segment, between in spans]
         return self._times()
@@ -380,7 +390,7 @@ def measure_memory(
     state, params = profiled.state.values(), profiled.parameters
     grads = [param.grad for param in params if param.grad is not None]
     counted = _LiveBytes([*state, *grads, *tensors_of((profiled.args, profiled.kwargs))])
-    observed = ObservedPass(profiled, clock=counted.lap)
+    observed = ObservedPass(profiled, run, clock=counted.lap)
     if compiled_parts(profiled.model):
         return (0,) * len(run.order), run.kept_bytes
     most: dict[int, int] = {}
@@ -396,7 +406,7 @@ def measure_memory(
     if run.undeferred is None:
         return temporaries, run.kept_bytes
     work = DeferredGrads(run.undeferred, ())
-    observed = ObservedPass(profiled, clock=counted.lap)
+    observed = ObservedPass(profiled, run, clock=counted.lap)
     held_to_w = [0] * len(run.order)
     for go in (observed.forward, observed.backward):
         with counted, work:
@@ -414,26 +424,20 @@ def measure_memory(
 def measure_times(profiled: ProfiledModel, run: ProfileRun) -> tuple[Times, ...]:
     """Measure each segment's F and B, and F, I and W of a split backward, within
     ``on_own_state``."""
-    observed = ObservedPass(profiled)
-    forward = observed.forward()
-    if tuple(observed.order) != run.order:
-        raise PartitionError(
-            f"the {type(profiled.model).__name__} runs {len(observed.order)} blocks where it ran "
-            f"{len(run.order)} before; switch off what drops layers at random, or call eval()"
-        )
-    backward = observed.backward()
+    observed = ObservedPass(profiled, run)
+    forward, backward = observed.forward(), observed.backward()
     if run.undeferred is None:
         return forward, backward, forward, backward, (0.0,) * len(run.order)
     del observed
-    return forward, backward, *_time_split_backward(profiled, run.undeferred)
+    return forward, backward, *_time_split_backward(profiled, run, run.undeferred)
 
 
 def _time_split_backward(
-    profiled: ProfiledModel, undeferred: Sequence[nn.Parameter]
+    profiled: ProfiledModel, run: ProfileRun, undeferred: Sequence[nn.Parameter]
 ) -> tuple[Times, Times, Times]:
     """The times of each segment's F, I and W."""
     work = DeferredGrads(undeferred, compiled_parts(profiled.model))
-    observed = ObservedPass(profiled, mark=lambda: len(work.records))
+    observed = ObservedPass(profiled, run, mark=lambda: len(work.records))
     with work:
         forward_times = observed.forward()
     with work:
