@@ -72,7 +72,7 @@ format: $(VENV)/.dev-installed ## format the code
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: browser ## measure what docs/performance.md tells
+bench: $(VENV)/.dev-installed ## measure what docs/performance.md tells
 	$(BIN)/python -m benchmarks.run
 
 clients: $(CLIENTS)/.installed ## train other libraries through Penstock, beside torch's pipelining

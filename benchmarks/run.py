@@ -34,7 +34,6 @@ from benchmarks.planning import (
     measure_planning,
     measure_simulation,
 )
-from benchmarks.playground import measure_playground
 from benchmarks.search import measure_search
 from benchmarks.split_backward import measure as measure_split_widths
 from benchmarks.split_backward import measure_compiled
@@ -79,7 +78,6 @@ def measures(quick: bool) -> dict[str, Callable[[], list[Figure]]]:
         "search": lambda: measure_search(quick),
         "check": lambda: measure_check(rounds=1 if quick else 3),
         "simulate": lambda: measure_simulation(rounds=1 if quick else 5),
-        "playground": lambda: measure_playground(rounds=2 if quick else 10),
         "import": lambda: measure_import(rounds=2 if quick else 7),
     }
 

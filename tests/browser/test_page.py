@@ -14,7 +14,7 @@ from penstock.simulate.simulation import Simulation
 from penstock.trace import Span, Trace
 from penstock.view.page import save_page
 
-from .tabs import PLACE, Tab, tab_of
+from .conftest import PLACE, Tab, tab_of
 
 MODEL = "(name) => Bokeh.documents[0].get_model_by_name(name)"
 AXIS = f"() => {{ const r = ({MODEL})('timeline').x_range; return [r.start, r.end] }}"

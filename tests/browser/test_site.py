@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from playwright import sync_api
 
-from .tabs import Tab
+from .conftest import Tab
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,9 +15,8 @@ from penstock.schedule.placement import bidirectional, linear, looped, v_shape
 from penstock.schedule.text import format_csv
 from penstock.search import engine
 from penstock.search.problem import SearchProblem
-from penstock.search.state import Budget, SearchResult
+from penstock.search.state import Budget
 from penstock.simulate.bounds import lower_bounds
-from tests.pace import slowness
 from tests.processes import run_ranks
 from tests.search.problems import assert_sound, problems
 
@@ -173,22 +172,11 @@ def test_messages_that_hold_up_ranks_or_each_other(messages: dict[str, bool]) ->
 # --- time --------------------------------------------------------------------------------------
 
 
-def timed_search(*given: Costs, **options: Any) -> tuple[float, SearchResult]:
-    """How long a search took: of this process's time, since others may take the machine from it.
-
-    What it adds to the time limit is work, which takes longer on a slower machine.
-    """
-    began, began_cpu = time.monotonic(), time.process_time()
-    found = search(*given, **options)
-    return min(time.monotonic() - began, time.process_time() - began_cpu), found
-
-
 def test_the_time_limit_is_kept_and_the_answer_says_if_the_clock_cut_it() -> None:
-    took_s, found = timed_search(
-        UNEVEN, ranks=8, microbatches=256, memory_limit=7, time_limit_s=0.05
-    )
+    started = time.monotonic()
+    found = search(UNEVEN, ranks=8, microbatches=256, memory_limit=7, time_limit_s=0.05)
     # One method ends what it has begun: a few passes over the program.
-    assert took_s < 5 * slowness()
+    assert time.monotonic() - started < 5
     assert_sound(found, UNEVEN)
 
 
@@ -220,10 +208,13 @@ def test_a_seed_gives_the_same_program_in_another_process() -> None:
 @pytest.mark.parametrize("limit_s", [0.3, 0.8])
 @pytest.mark.parametrize("options", [{}, {"recompute": True}])
 def test_the_time_limit_is_kept(limit_s: float, options: dict[str, bool]) -> None:
-    took_s, found = timed_search(
+    """In seconds of this process: others may take the machine from it."""
+    began, began_cpu = time.monotonic(), time.process_time()
+    found = search(
         UNEVEN, ranks=8, microbatches=32, memory_limit=4, time_limit_s=limit_s, **options
     )
-    assert took_s < limit_s + (0.5 * limit_s + 0.5) * slowness()
+    took = min(time.monotonic() - began, time.process_time() - began_cpu)
+    assert took < 1.5 * limit_s + 0.5
     assert_sound(found, UNEVEN)
 
 
@@ -234,10 +225,10 @@ def test_more_than_a_machine_holds_is_refused() -> None:
 
 @pytest.mark.parametrize("limit", [None, 1000])
 def test_the_time_limit_is_kept_with_a_thousand_stages(limit: int | None) -> None:
-    took_s, found = timed_search(
-        ranks=4, microbatches=4, virtual=500, memory_limit=limit, time_limit_s=1.5
-    )
-    assert took_s < 1.5 + 2.5 * slowness()
+    began, began_cpu = time.monotonic(), time.process_time()
+    found = search(ranks=4, microbatches=4, virtual=500, memory_limit=limit, time_limit_s=1.5)
+    took = min(time.monotonic() - began, time.process_time() - began_cpu)
+    assert took < 4
     assert found.peak <= (limit or found.peak)
     assert found.bound <= found.value < 1.5 * found.bound
 

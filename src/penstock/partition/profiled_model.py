@@ -154,9 +154,9 @@ def _state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 class ObservedPass:
-    """One forward and backward of a profiled model, observed by segment, as in ``run`` if given.
+    """One forward and backward of a profiled model, observed by segment.
 
-    ``mark`` is called where a segment begins, before its leaf module runs.
+    ``mark`` is called where a segment begins. A forward with other segments than ``run`` raises.
 
     Attributes:
         order: the names of the leaf modules whose segments have begun.

@@ -120,10 +120,11 @@ def _chains(costs: Costs, placement: Placement, microbatches: int, backward: boo
     if costs.overlap is not None:
         lengths = costs.per_stage("overlap", num_stages=size)
     stages: list[_Chain] = []
+    # The best case: each forward in its rank's shortest pair, with the longest backward.
+    held = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
+    best = [(min(lengths[i] for i in mine), max(full[i] for i in mine)) for mine in held]
     for number, rank in enumerate(placement.stage_ranks):
-        # The best case: each forward in the shortest pair, with the longest backward.
-        mine = placement.stages_of(rank)
-        pair, longest = min(lengths[each] for each in mine), max(full[each] for each in mine)
+        pair, longest = best[rank]
         saved = max(0.0, forward[number] + longest - pair)
         first, step = placement.direction_of(number), placement.num_directions
         stage = _Chain(

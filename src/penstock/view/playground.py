@@ -107,7 +107,7 @@ class Playground:
         try:
             next(drawing)
             self._drawing = drawing
-            self.document.add_next_tick_callback(self._continue_drawing)
+            self.document.add_timeout_callback(self._continue_drawing, 1)  # after messages
         except StopIteration:
             pass
         finally:
