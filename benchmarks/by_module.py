@@ -7,7 +7,6 @@ nothing: what is measured is the launch of its operations, and what the stage ch
 from __future__ import annotations
 
 import copy
-import statistics
 import time
 from importlib import import_module
 
@@ -40,14 +39,12 @@ def measure_by_module(rounds: int) -> list[Figure]:
         spans = [s for s in pipe.trace().spans if s.action.op is Op.FORWARD]
         plain_s = sum(_forward_s(model, example) for _ in range(MICROBATCHES))
         ratios.append(sum(span.end - span.start for span in spans) / plain_s)
-    low, middle, high = statistics.quantiles(ratios[1:], n=4)
     return [
-        Figure(
+        Figure.median_of(
+            ratios[1:],  # the first round warms up
             group="cut by module",
             name=f"forward of a Llama of {LAYERS} layers of width 16",
             over="bare",
-            value=middle,
-            spread=(high - low) / 2,
         )
     ]
 

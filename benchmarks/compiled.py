@@ -41,15 +41,13 @@ def measure_compiled_schedules(rounds: int) -> list[Figure]:
     figures = []
     for name in OURS:
         ratios = [a / b for a, b in zip(times[name], times[best], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
         figures.append(
-            Figure(
+            Figure.median_of(
+                ratios,
                 group="step time, compiled blocks of dim 512",
                 name=name.removeprefix("Schedule"),
                 over=f"torch's {best.removeprefix('Schedule')}",
-                value=middle,
                 bound=BOUND,
-                spread=(high - low) / 2,
             )
         )
     return figures

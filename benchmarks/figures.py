@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
+from statistics import quantiles
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -42,6 +44,12 @@ class Figure:
     bound: float | None = None
     unit: str = ""
     spread: float = 0.0
+
+    @classmethod
+    def median_of(cls, samples: Sequence[float], **what: Any) -> Figure:
+        """The median of repeated measurements, with its spread; ``what`` are the other fields."""
+        low, middle, high = quantiles(samples, n=4) if len(samples) > 1 else [samples[0]] * 3
+        return cls(value=middle, spread=(high - low) / 2, **what)
 
     @property
     def holds(self) -> bool:

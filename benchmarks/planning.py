@@ -134,16 +134,14 @@ def measure_import(rounds: int) -> list[Figure]:
     """``import penstock`` with the names that training needs, after ``import torch``."""
     times = [_import_s() for _ in range(rounds + 1)]
     # The first round fills the caches of compiled modules and of files.
-    low, middle, high = statistics.quantiles(times[1:], n=4)
     return [
-        Figure(
+        Figure.median_of(
+            times[1:],
             group="import",
             name="import penstock; penstock.Pipeline",
             over="import torch",
-            value=middle,
             bound=0.15,
             unit="s",
-            spread=(high - low) / 2,
         )
     ]
 

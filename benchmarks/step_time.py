@@ -10,7 +10,6 @@ are taken within a round, so that what slows the machine for a while slows both 
 
 from __future__ import annotations
 
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -111,16 +110,14 @@ def _figures(group: str, cases: Sequence[Case], work: str, rounds: int, block: i
             ]
         for way, other, bound in pairs:
             ratios = [a / b for a, b in zip(times[way], times[other], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
             name = case.schedule.removeprefix("Schedule")
             figures.append(
-                Figure(
+                Figure.median_of(
+                    ratios,
                     group=group,
                     name=name if way == "penstock" else f"{name}, torch's own",
                     over=other,
-                    value=middle,
                     bound=bound,
-                    spread=(high - low) / 2,
                 )
             )
     return figures

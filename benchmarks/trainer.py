@@ -14,7 +14,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from statistics import median, quantiles
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -38,15 +38,13 @@ def measure_trainer(rounds: int, steps: int = 8) -> list[Figure]:
         piped = run_ranks(train, RANKS, steps, timeout_s=600)[0].result()
         microbatches = RANKS * BATCHES
         ratios.append(piped / plain / (1 + (RANKS - 1) / microbatches))
-    low, middle, high = quantiles(ratios, n=4) if rounds > 1 else ratios * 3
     return [
-        Figure(
+        Figure.median_of(
+            ratios,
             group="Trainer",
             name="PipelineTrainer, Llama of 8 layers of 256, 1F1B",
             over="Trainer and bubble",
-            value=middle,
             bound=1.10,
-            spread=(high - low) / 2,
         )
     ]
 
