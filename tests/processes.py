@@ -39,10 +39,13 @@ _IMPORTED = (
     "penstock.partition.export.capture",
     "penstock.pipeline",
     "penstock.schedule.families.table",
+    "penstock.stage.weight_grad",
     "penstock.training.checkpoint",
     "pytest",  # by the modules of tests
     "torch._dynamo",
     "torch.distributed.fsdp",
+    "torch.distributed.pipelining",  # beside which some ranks compare
+    "torch.distributed.tensor.debug",
     "torch.export._trace",
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",

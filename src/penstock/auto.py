@@ -223,7 +223,7 @@ def _runtime_s(spec: PipelineSpec) -> float:
 
 def _update_s(device: torch.device) -> float:
     """The time of AdamW per byte of parameters."""
-    params = [nn.Parameter(torch.zeros(1 << 18, device=device)) for _ in range(16)]
+    params = [nn.Parameter(torch.zeros(1 << 18, device=device)) for _ in range(8)]
     for param in params:
         param.grad = torch.zeros_like(param)
     taken = _least_s(torch.optim.AdamW(params).step, device)
