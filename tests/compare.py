@@ -92,7 +92,8 @@ def plain_step(
         against = () if wanted is None and not needs_target(loss_fn) else (wanted,)
         result = loss_fn(output, *against, **(loss_kwargs or {}))
         loss, metric = result if isinstance(result, tuple) else (result, None)
-        (loss / num if scale_grads else loss).backward()
+        with torch.autocast(loss.device.type, enabled=False):  # as torch's guide to it says
+            (loss / num if scale_grads else loss).backward()
         losses.append(loss.detach())
         outputs.append(output.detach() if isinstance(output, Tensor) else output)
         metrics.append(metric)

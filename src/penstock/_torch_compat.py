@@ -589,6 +589,11 @@ def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return [value for values in lists for value in values if value is not None]
 
 
+def in_backward() -> bool:
+    """True where autograd runs a backward; torch.utils.checkpoint asks for it the same way."""
+    return torch._C._current_graph_task_id() >= 0
+
+
 def autocast_state(device: torch.device) -> tuple[Any, ...]:
     """The state of autocast on the CPU and on ``device``, to be compared."""
     kinds = sorted({"cpu", device.type} - {"meta"})

@@ -119,7 +119,10 @@ class Pipeline(ModelState):
         from penstock.assembly import assemble  # imports all of partition
 
         self.device = chosen_device(device)
+        in_job = group is not None or "WORLD_SIZE" in os.environ
         group = process_group(group, self.device, ranks)
+        if group is None and in_job and ranks is None and split in (None, "auto"):
+            ranks = 1 if isinstance(model, nn.Module) else None  # a job's pipeline of one process
         # The other ranks may be waiting for this rank in their first step.
         with publishing_errors(group):
             config = RunConfig(n_microbatches or 1, loss_fn, **options)  # may raise, before the cut
@@ -193,10 +196,11 @@ class Pipeline(ModelState):
                 f"step() trains, but {self.program.name} has no backward; call eval()"
             )
         if not self._schedule.has_loss:
-            raise StageError(
-                "step() trains, but there is no loss: pass loss_fn= to Pipeline; a model that "
-                "computes its loss itself returns it as `loss` for the example="
-            )
+            with publishing_errors(self._group):  # the other ranks may have one
+                raise StageError(
+                    "step() trains, but there is no loss: pass loss_fn= to Pipeline; for a model "
+                    "that computes its loss itself pass example= with its labels"
+                )
         kwargs.setdefault("return_outputs", False)
         if target is None and self._takes_model_call:
             # The model may compute its own loss from labels among its arguments.

@@ -18,8 +18,12 @@ NUM_MICROBATCHES = 2
 
 
 def drive(stage: Any, step: int, rank: int, split: bool, asks: str) -> None:
-    """A step over both microbatches, the weight gradients of a split backward at its end."""
+    """A step over both microbatches, the weight gradients of a split backward at its end; before,
+    an evaluation of more."""
     x, target = batch(step, rank)
+    with torch.no_grad():
+        for mb in range(NUM_MICROBATCHES + 1):
+            stage.forward_one_chunk(mb, (x,))
     parts = list(zip(x.chunk(NUM_MICROBATCHES), target.chunk(NUM_MICROBATCHES), strict=True))
     losses = [
         nn.functional.mse_loss(stage.forward_one_chunk(mb, (part,)), wanted)

@@ -205,6 +205,55 @@ def test_autocast(schedule: str) -> None:
             both.step(inputs, target=target)
 
 
+class Island(nn.Linear):
+    """Computes in float32, whatever autocast says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
+
+@SCHEDULES
+def test_a_layer_that_leaves_autocast(schedule: str) -> None:
+    """It is differentiated in float32, as by a backward outside of autocast."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(DIM, DIM), Island(DIM, DIM))]
+    stages = [nn.Sequential(*layers[i : i + 2]) for i in range(0, 8, 2)]
+    both = made(nn.Sequential(*stages), schedule)
+    for step in range(2):
+        inputs, target = features(6, step)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            both.step(inputs, target=target)
+
+
+class Averaging(nn.Linear):
+    """Sends the running mean of its inputs along, and takes that of the layer before."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+        self.register_buffer("mean", torch.zeros(DIM))
+
+    def forward(self, value: Any) -> tuple[Tensor, Tensor]:
+        x, mean = value if isinstance(value, tuple) else (value, 0)
+        if self.training:
+            self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return super().forward(x + mean).tanh(), self.mean
+
+
+@SCHEDULES
+def test_a_buffer_that_is_sent(schedule: str) -> None:
+    """The next stage reads the value of its microbatch, though later ones write into the buffer."""
+
+    def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return F.mse_loss(output[0] + output[1], target)
+
+    both = made(nn.Sequential(*(Averaging() for _ in range(4))), schedule, loss_fn)
+    for step in range(2):
+        inputs, target = features(6, step)
+        both.step(inputs, target=target)
+
+
 @SCHEDULES
 def test_channels_last(schedule: str) -> None:
     """Layouts cross boundaries as they are, so that the next kernel is the same one."""

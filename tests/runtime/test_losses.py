@@ -62,6 +62,21 @@ def test_keyword_arguments_of_the_loss(schedule: str) -> None:
     both.step(inputs, target=target, loss_kwargs={"power": 3, "weights": torch.rand(DIM)})
 
 
+@SCHEDULES
+def test_a_loss_whose_backward_writes_into_its_gradient(schedule: str) -> None:
+    """Each microbatch begins with a gradient of its own."""
+
+    def doubled(output: Tensor, target: Tensor) -> Tensor:
+        loss = F.mse_loss(output, target)
+        loss.register_hook(lambda grad: grad.mul_(2))
+        return loss
+
+    both = twins(schedule, doubled)
+    for step in range(2):
+        inputs, target = features(6, step)
+        both.step(inputs, target=target)
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_a_loss_of_one_element(shape: tuple[int, ...]) -> None:
     both = twins(loss_fn=lambda out, target: F.mse_loss(out, target).reshape(shape))

@@ -13,6 +13,7 @@ import penstock
 from penstock.errors import ScheduleError
 from penstock.schedule import registry
 from penstock.schedule.family import Arrangement
+from penstock.schedule.passes import recompute
 from penstock.schedule.placement import linear
 from penstock.schedule.program import Program
 from penstock.schedule.text import load_csv, parse_csv, save_csv
@@ -63,6 +64,18 @@ def test_further_arguments_of_the_function_are_its_options() -> None:
         penstock.build("mine", ranks=2, microbatches=2, dely=2)
     with pytest.raises(ScheduleError, match="did you mean 'mine'"):
         penstock.build("mime", ranks=2, microbatches=2)
+
+
+def test_a_search_takes_none_that_recomputes() -> None:
+    """It would be better than all that the search may choose from."""
+
+    @penstock.schedule("recomputing")
+    def recomputing(*, ranks: int, microbatches: int) -> Program:
+        return recompute(penstock.build("1f1b", ranks=ranks, microbatches=microbatches))
+
+    for limit, best in ((1, 72), (2, 41)):
+        found = penstock.search(ranks=4, microbatches=8, memory_limit=limit, time_limit_s=0.1)
+        assert (found.value, found.bound) == (best, best)
 
 
 def test_it_trains_like_ours() -> None:

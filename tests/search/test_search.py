@@ -191,6 +191,12 @@ def test_a_seed_gives_the_same_program_again(exact: bool) -> None:
     assert first == again and first.reproducible
 
 
+def test_a_large_seed() -> None:
+    """Larger than CP-SAT takes."""
+    found = search(ranks=3, microbatches=4, virtual=2, memory_limit=3, seed=2**40, time_limit_s=0.2)
+    assert found.peak <= 3
+
+
 def searched_elsewhere(rank: int, num_ranks: int) -> tuple[str, float]:
     """A search, with other hashes of strings in each process."""
     Budget.left_s = property(lambda self: 1e6)  # type: ignore[assignment,method-assign]
@@ -305,6 +311,14 @@ def test_the_least_that_is_said_can_be_met() -> None:
     assert "looped" not in str(caught.value)
     found = search(costs, ranks=2, microbatches=4, memory_limit=18, time_limit_s=1)
     assert found.peak == 18
+
+
+def test_the_least_in_a_large_unit_can_be_met() -> None:
+    costs = Costs(activation_bytes=314152265)
+    with pytest.raises(ScheduleError, match="alone holds 314152265 on some rank"):
+        search(costs, ranks=4, microbatches=8, memory_limit=1)
+    found = search(costs, ranks=4, microbatches=8, memory_limit=314152265, time_limit_s=0.1)
+    assert found.peak == 314152265
 
 
 def test_a_missing_solver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

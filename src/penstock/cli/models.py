@@ -86,7 +86,7 @@ def _from_factory(request: ModelRequest) -> tuple[nn.Module, Any]:
         sys.path.insert(0, os.getcwd())
     try:
         factory = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         raise PartitionError(f"{request.model}: {error}") from error
     if not callable(factory):
         raise PartitionError(f"{request.model}: {module} has no function {name!r}")

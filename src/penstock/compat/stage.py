@@ -198,8 +198,9 @@ class PipelineStage(ExchangingStage):
                     state,
                 )
             args = self.enter(state, tensors, state.in_spec)
-        output = self.forward(state, args, kwargs or {}, defer=self._begin())
-        state.phase = Phase.FORWARD
+        trains = self._begin()
+        output = self.forward(state, args, kwargs or {}, defer=trains)
+        state.phase = Phase.FORWARD if trains else Phase.EMPTY
         if self.is_last:
             state.output = output if save_forward_output else None
         else:

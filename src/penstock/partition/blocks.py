@@ -107,7 +107,9 @@ def _around_trunks(running: list[LeafModule]) -> list[list[LeafModule]]:
         if leaf.trunk is not None or leaf.parameters >= large:
             blocks.append([*between, leaf])
             between = []
-        elif any(_are_siblings(leaf.name, each.trunk) for each in blocks[-1]):
+        elif leaf.name.rpartition(".")[0] in {
+            each.trunk.rpartition(".")[0] for each in blocks[-1] if each.trunk is not None
+        }:
             blocks[-1].append(leaf)
         else:
             between.append(leaf)
@@ -175,7 +177,3 @@ def _layers(model: nn.Module) -> tuple[LeafModule, ...]:
         LeafModule(name=name, module=layer, trunk="" if places[0] <= i <= places[-1] else None)
         for i, (name, layer) in enumerate(layers)
     )
-
-
-def _are_siblings(name: str, trunk: str | None) -> bool:
-    return trunk is not None and name.rpartition(".")[0] == trunk.rpartition(".")[0]

@@ -21,15 +21,9 @@ from typing import Any
 from torch import nn
 
 __all__ = [
-    "adapters",
-    "capture_since",
-    "install_hooks",
-    "mark",
-    "replay",
-    "reset_conv1d",
-    "ties_after_init",
-    "without_cache",
-]
+    "adapters", "capture_since", "install_hooks", "mark", "replay", "reset_conv1d",
+    "ties_after_init", "without_cache",
+]  # fmt: skip
 
 MODULE = "transformers.utils.output_capturing"
 

@@ -23,15 +23,9 @@ from penstock.errors import PartitionError
 from penstock.stage.wrappers import named_plainly
 
 __all__ = [
-    "SharedBuffers",
-    "Tie",
-    "all_names",
-    "find_ties",
-    "first_name",
-    "named_tensors",
-    "names_by_tensor",
-    "record_ties",
-]
+    "SharedBuffers", "Tie", "all_names", "find_ties", "first_name", "named_tensors",
+    "names_by_tensor", "record_ties",
+]  # fmt: skip
 
 Tie: TypeAlias = Mapping[int, str]
 """For each stage that holds a parameter, its name there; or the name of a module, for all its

@@ -42,16 +42,9 @@ from penstock.errors import PeerError, PenstockError, Where
 from penstock.schedule.wording import runs_of
 
 __all__ = [
-    "BackgroundCall",
-    "ErrorStore",
-    "GroupRecord",
-    "Peers",
-    "Wait",
-    "Watchdog",
-    "poll",
-    "record_of",
+    "BackgroundCall", "ErrorStore", "GroupRecord", "Peers", "Wait", "Watchdog", "poll", "record_of",
     "report_uncaught",
-]
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -351,7 +344,8 @@ class Watchdog:
     def stop(self) -> Wait | None:
         """Stop the thread; returns the main thread's current wait, if any."""
         self._end(None)
-        atexit.unregister(self._end)
+        if self._thread is None:
+            atexit.unregister(self._end)
         waiting, self.waiting_for = self.waiting_for, None
         self._abort, self._device_wait = lambda peer: None, lambda: None  # release the transport
         return waiting
@@ -359,11 +353,12 @@ class Watchdog:
     def _end(self, for_s: float | None = MAX_LAST_READ_S) -> None:
         self._stopped.set()
         self._active.set()
+        if self._thread in (None, threading.current_thread()):
+            return  # the thread can't wait for itself, but at exit it is waited for
         thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(for_s)
-            if self._query is not None and not self._errors.is_lost:
-                self._query.is_done(within_s=for_s or MAX_READ_S)
+        thread.join(for_s)
+        if self._query is not None and not self._errors.is_lost:
+            self._query.is_done(within_s=for_s or MAX_READ_S)
 
     def _watch(self) -> None:
         seen: Wait | None = None

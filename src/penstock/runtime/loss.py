@@ -25,7 +25,6 @@ class LossHead:
     def __init__(self, loss_fn: LossFn | None, divisor: int, *, train: bool) -> None:
         self._loss_fn, self._divisor, self._train = loss_fn, divisor, train
         self._needs_target = needs_target(loss_fn)
-        self._grads: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def run(self, state: MicrobatchState, output: Any, target: Any, step: StepState) -> None:
         """Record a microbatch's output and loss in ``step``, and the root of its backward."""
@@ -51,13 +50,7 @@ class LossHead:
             )
         state.roots = (get_gradient_edge(loss),)
         # Scales the loss instead of the gradients, in the loss's dtype, as (loss / n).backward().
-        key = (loss.dtype, loss.device) if type(loss) is Tensor else None
-        grad = self._grads.get(key) if key else None
-        if grad is None:
-            grad = torch.full_like(loss, 1 / self._divisor)
-            if key:
-                self._grads[key] = grad
-        state.received_grads = (grad,)
+        state.received_grads = (torch.full_like(loss, 1 / self._divisor),)
 
 
 def needs_target(loss_fn: LossFn | None) -> bool:
@@ -88,6 +81,8 @@ def scalar_loss(loss: Any) -> Tensor:
     if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
         return loss.reshape(()) if loss.dim() else loss
     shown, expected = repr(loss), "a scalar tensor, or (scalar tensor, metrics)"
+    if loss is None:
+        expected += "; a model computes its own loss from labels, as in example="
     if isinstance(loss, Tensor):
         shown = f"a tensor of shape {tuple(loss.shape)}"
         if loss.is_complex():

@@ -130,19 +130,19 @@ class StageRunner:
         if mb is None:
             return [BoundAction(action, partial(StageRunner._run_replicas, self, _WHOLE_STAGE[op]))]
         handler, state, arrived = _HANDLERS[op], self._states[mb], self._acknowledged.get(action, 0)
-        bound: list[BoundAction] = []
+        wait: Callable[..., None] | None = None
         if op is Op.FORWARD:
             if mb in self._recomputed:
                 handler = StageRunner._forward_to_recompute
             elif mb in self._offloaded:
                 handler = StageRunner._forward_to_offload
-            if self._prev.queue is not None:
-                wait = partial(StageRunner._wait_input, self, state, arrived)
-                bound.append(BoundAction(action, wait, is_wait=True))
-        elif op in INPUT_GRADS and self._next.queue is not None:
-            wait = partial(StageRunner._wait_grads, self, state, arrived)
-            bound.append(BoundAction(action, wait, is_wait=True))
-        return [*bound, BoundAction(action, partial(handler, self, state))]
+            wait = None if self._prev.queue is None else StageRunner._wait_input
+        elif op in INPUT_GRADS:
+            wait = None if self._next.queue is None else StageRunner._wait_grads
+        bound = BoundAction(action, partial(handler, self, state))
+        if wait is None:
+            return [bound]
+        return [BoundAction(action, partial(wait, self, state, arrived), is_wait=True), bound]
 
     # --- messages ----------------------------------------------------------------------------
 
@@ -342,12 +342,6 @@ class StageRunner:
 
     # --- backward ----------------------------------------------------------------------------
 
-    def _backward(self, state: MicrobatchState) -> None:
-        self._run_backward(state, self.stage.backward)
-
-    def _input_grad(self, state: MicrobatchState) -> None:
-        self._run_backward(state, self.stage.input_grad)
-
     def _weight_grad(self, state: MicrobatchState) -> None:
         self._await_replicas()
         self.stage.weight_grad(state)
@@ -388,8 +382,8 @@ _HANDLERS: dict[Op, Callable[..., None]] = {
     Op.RECOMPUTE: StageRunner._recompute,
     Op.OFFLOAD: StageRunner._offload,
     Op.RELOAD: StageRunner._reload,
-    Op.FULL_BACKWARD: StageRunner._backward,
-    Op.INPUT_GRAD: StageRunner._input_grad,
+    Op.FULL_BACKWARD: lambda runner, state: runner._run_backward(state, runner.stage.backward),
+    Op.INPUT_GRAD: lambda runner, state: runner._run_backward(state, runner.stage.input_grad),
     Op.WEIGHT_GRAD: StageRunner._weight_grad,
     Op.SEND_F: StageRunner._send_forward,
     Op.RECV_F: StageRunner._recv_forward,

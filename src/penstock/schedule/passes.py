@@ -25,15 +25,9 @@ from penstock.schedule.rules import COMPUTE, INPUT_GRADS, SHARDING, TRANSFERS, W
 from penstock.schedule.wording import is_count
 
 __all__ = [
-    "forward_only",
-    "insert_sharding",
-    "insert_transfers",
-    "keep_microbatches",
-    "lower",
-    "offload",
-    "recompute",
-    "reduce_gradients",
-]
+    "forward_only", "insert_sharding", "insert_transfers", "keep_microbatches", "lower", "offload",
+    "recompute", "reduce_gradients",
+]  # fmt: skip
 
 Lookahead: TypeAlias = Literal["full", "auto"] | int | tuple[int, ...]
 

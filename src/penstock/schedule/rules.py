@@ -29,23 +29,10 @@ from penstock.schedule.action import Op
 from penstock.schedule.placement import Placement
 
 __all__ = [
-    "BACKWARDS",
-    "COMPUTE",
-    "HOST_TRANSFERS",
-    "COVERS",
-    "INPUT_GRADS",
-    "IN_SEQUENCE",
-    "RECEIVE_FOR",
-    "REQUIRES",
-    "SENDS",
-    "SHARDING",
-    "SEND_OF",
-    "TRANSFERS",
-    "WEIGHT_GRADS",
-    "WHOLE_STAGE",
-    "next_chunk",
-    "required",
-]
+    "BACKWARDS", "COMPUTE", "HOST_TRANSFERS", "COVERS", "INPUT_GRADS", "IN_SEQUENCE", "RECEIVE_FOR",
+    "REQUIRES", "SENDS", "SHARDING", "SEND_OF", "TRANSFERS", "WEIGHT_GRADS", "WHOLE_STAGE",
+    "next_chunk", "required",
+]  # fmt: skip
 
 COMPUTE = frozenset({Op.FORWARD, Op.FULL_BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD, Op.RECOMPUTE})
 TRANSFERS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})

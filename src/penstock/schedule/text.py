@@ -26,14 +26,8 @@ from penstock.schedule.rules import COMPUTE, WHOLE_STAGE
 from penstock.schedule.wording import number_of, runs_of
 
 __all__ = [
-    "format_csv",
-    "is_wait",
-    "load_csv",
-    "parse_action",
-    "parse_csv",
-    "parse_step",
-    "save_csv",
-]
+    "format_csv", "is_wait", "load_csv", "parse_action", "parse_csv", "parse_step", "save_csv",
+]  # fmt: skip
 
 _OVERLAP = "OVERLAP_F_B"
 _NAMES = {op.value: op for op in Op}

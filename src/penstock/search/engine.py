@@ -22,6 +22,7 @@ from itertools import product
 from typing import TypeAlias
 
 from penstock.errors import ScheduleError
+from penstock.schedule.action import Op
 from penstock.schedule.placement import Placement
 from penstock.schedule.registry import build, schedules
 from penstock.schedule.rules import COMPUTE, INPUT_GRADS
@@ -226,7 +227,8 @@ def _closed_forms(state: SearchState) -> None:
             continue
         ops = {act.op for act in program.actions()}
         same = program.num_microbatches == some.num_microbatches
-        if same and ops <= COMPUTE and ops & INPUT_GRADS and program.placement in placements:
+        is_plain = ops <= COMPUTE - {Op.RECOMPUTE} and ops & INPUT_GRADS
+        if same and is_plain and program.placement in placements:
             problem = state.problems[placements.index(program.placement)]
             state.note(problem, program, f"closed form: {family.name}")
 

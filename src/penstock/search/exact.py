@@ -149,7 +149,7 @@ def _solver(solver: Any, effort_s: float, seed: int) -> Any:
     """A solver with one worker, whose results are the same on every machine."""
     solver.parameters.num_workers = 1
     solver.parameters.cp_model_probing_level = 0
-    solver.parameters.random_seed = seed
+    solver.parameters.random_seed = seed % (1 << 31)
     solver.parameters.max_deterministic_time = effort_s
     return solver
 

@@ -40,9 +40,9 @@ def refuse_infeasible(problems: Sequence[SearchProblem], allowed: Sequence[str])
     least = min([least, *(_least_reduced(problems, way) for way in allowed)])
     if least > some.most:
         raise ScheduleError(
-            f"search: no program meets memory_limit={some.limit:g}: one microbatch alone holds "
-            f"{least:g} on some rank; raise the limit, use fewer stages per rank, or allow "
-            "recompute or offload",
+            f"search: no program meets memory_limit={some.limit:.12g}: one microbatch alone holds "
+            f"{least:.12g} on some rank; raise the limit"
+            + ("" if allowed else ", use fewer stages per rank, or allow recompute or offload"),
             parameter="memory_limit",
         )
 

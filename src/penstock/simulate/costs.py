@@ -190,7 +190,7 @@ def build_for(costs: Costs, name: str, /, *, per_rank: bool = False, **options: 
     """
     chosen = family(name)
     if per_rank and chosen.costs:
-        costs = per_stage_costs(costs, options.get("virtual") or chosen.default_virtual)
+        costs = per_stage_costs(costs, chosen.default_virtual)
     wanted = {each: getattr(costs, each) for each in chosen.costs}
     if "latency" in wanted and costs.bandwidth is not None:
         stages = options["ranks"] * chosen.default_virtual

@@ -23,7 +23,7 @@ from penstock._torch_compat import is_zero_tensor
 from penstock.errors import StageError
 from penstock.stage.device_streams import DeviceStreams, Event, Stream
 
-__all__ = ["ActivationOffload", "CopyStreams"]
+__all__ = ["ActivationOffload", "CopyStreams", "address_of"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -112,7 +112,7 @@ class ActivationOffload:
     ) -> None:
         self._device = device
         self._copy_streams = copy_streams
-        self._resident = {_address(t) for t in resident if type(t) in _PLAIN}
+        self._resident = {address_of(t) for t in resident} | {0}
         # By address, referenced by autograd alone: a storage that it releases is not copied.
         self._storages: WeakValueDictionary[int, _Storage] = WeakValueDictionary()
 
@@ -122,10 +122,9 @@ class ActivationOffload:
 
     def _pack(self, tensor: Tensor) -> Any:
         """The storage, dtype and view of a saved tensor; itself if it stays on the device."""
-        if not _is_as_in_memory(tensor) or tensor.device != self._device:
-            return tensor
-        address = _address(tensor)
-        if address == 0 or address in self._resident:
+        address = address_of(tensor)
+        stays = address in self._resident or tensor.device != self._device
+        if stays or tensor.is_conj() or tensor.is_neg():
             return tensor
         storage = self._storages.get(address)
         if storage is None:
@@ -174,15 +173,7 @@ class ActivationOffload:
             storage.device, storage.host, storage.copied = tensor.untyped_storage(), None, copied
 
 
-def _is_as_in_memory(tensor: Tensor) -> bool:
-    """True if storage, dtype, shape and strides fully describe a tensor."""
-    return (
-        type(tensor) in _PLAIN
-        and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg())
-        and not is_zero_tensor(tensor)
-    )
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def address_of(tensor: Tensor) -> int:
+    """The address of a plain tensor's memory; 0 for other tensors, and for empty memory."""
+    is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.untyped_storage().data_ptr() if is_plain and not is_zero_tensor(tensor) else 0

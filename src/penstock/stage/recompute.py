@@ -33,6 +33,14 @@ class Findings:
     undeferred: list[nn.Parameter] | None = None  # the parameters that are not deferred
     compiled: Any = None  # of ``compiled_parts``
     written_buffers: set[_Place] | None = None  # the buffers that it writes into
+    owners: list[nn.Module] | None = None  # the modules that have buffers
+
+    def buffers(self) -> list[Tensor]:
+        """The module's buffers, which may be replaced from forward to forward."""
+        if self.owners is None:
+            self.owners = [owner for owner in self.module.modules() if buffers_of(owner)]
+        found = (buffer for owner in self.owners for buffer in buffers_of(owner).values())
+        return [buffer for buffer in found if buffer is not None]
 
 
 class RecomputeContext:

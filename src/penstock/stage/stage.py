@@ -25,7 +25,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,12 +34,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock._torch_compat import run_backward, version_of, without_hooks
+from penstock._torch_compat import autocast_enabled, run_backward, version_of, without_hooks
 from penstock.errors import BoundaryError, StageError
 from penstock.stage.boundary import BoundarySpec
 from penstock.stage.device_streams import indexed
 from penstock.stage.dtensor import DTensorMeta, find_mesh
-from penstock.stage.offload import ActivationOffload
+from penstock.stage.offload import ActivationOffload, address_of
 from penstock.stage.pytree import Args, Kwargs, flatten, is_plain, unflatten
 from penstock.stage.recompute import Findings, RecomputeContext
 from penstock.stage.wrappers import unwrapped
@@ -244,18 +244,17 @@ class Stage:
             get_gradient_edge(t) if (t := tensors[i]).requires_grad else None for i in grad_slots
         ]
         state.to_send = [t.detach() for t in tensors]
+        if not all(t.requires_grad for t in tensors):
+            # Later microbatches may write into a buffer before its value here has been read.
+            kept = {address_of(buffer) for buffer in self.findings().buffers()} - {0}
+            state.to_send = [t.clone() if address_of(t) in kept else t for t in state.to_send]
 
     # --- backward ----------------------------------------------------------------------------
 
     def backward(self, state: MicrobatchState, grads: Sequence[Tensor | None]) -> None:
         """Full backward of a microbatch, from a gradient, or None, for each of its roots."""
-        if state.work is None:
-            self._run_backward(state, grads)
-            if self.dw_builder is not None:
-                self._built_work()()
-        else:  # the forward has deferred weight gradients
-            self.input_grad(state, grads)
-            self.weight_grad(state)
+        self.input_grad(state, grads)
+        self.weight_grad(state)
 
     def input_grad(self, state: MicrobatchState, grads: Sequence[Tensor | None]) -> None:
         """Input gradients of a microbatch; ``weight_grad`` computes its weight gradients."""
@@ -277,7 +276,13 @@ class Stage:
     def weight_grad(self, state: MicrobatchState) -> None:
         """Weight gradients of a microbatch, after its input gradients."""
         work, state.work = state.work, None
-        work()
+        with self._outside_autocast():
+            work()
+
+    def _outside_autocast(self) -> AbstractContextManager[None]:
+        """A context for backwards: a layer in float32 is differentiated in float32."""
+        off = autocast_enabled()
+        return torch.autocast(self.device.type, enabled=False) if off else nullcontext()
 
     def _built_work(self) -> Callable[..., None]:
         """The user's callable for the weight gradients of the last backward; or an empty one."""
@@ -298,7 +303,8 @@ class Stage:
             present = [(r, g) for r, g in pairs if r is not None and g is not None]
             roots, grads = [r for r, _ in present], [g for _, g in present]
         if roots:
-            run_backward(roots, grads)
+            with self._outside_autocast():
+                run_backward(roots, grads)
         leaves, state.leaves = state.leaves, ()
         state.grads_to_send = [leaf.grad for leaf in leaves]
 

@@ -16,7 +16,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 
-from penstock._torch_compat import METADATA_ASSERT, has_backward_hooks, refusing, shape_check
+from penstock._torch_compat import (
+    METADATA_ASSERT,
+    has_backward_hooks,
+    refusing,
+    same_storage,
+    shape_check,
+)
 from penstock.errors import PartitionError
 from penstock.partition.export.call_form import CallForm, OutputForm
 from penstock.partition.forward.module_state import ModuleSnapshot
@@ -178,7 +184,13 @@ class _GraphBuilder:
             if kind in ("PARAMETER", "BUFFER"):
                 state[spec.arg.name] = names[id(tensors[target.removeprefix(f"{MODEL}.")])]
             elif kind == "CONSTANT_TENSOR":
-                state[spec.arg.name] = self._constant(program.constants[target])
+                value = program.constants[target]
+                if any(same_storage(value, param) for param in model.parameters()):
+                    raise PartitionError(
+                        f"the forward reaches a parameter of shape {tuple(value.shape)} by a list "
+                        "or a partial, so that it would not train; register it where it is used"
+                    )
+                state[spec.arg.name] = self._constant(value)
             elif kind != "USER_INPUT":
                 raise PartitionError(
                     f"{type(model).__name__} uses a {kind.lower().replace('_', ' ')}, which can't "

@@ -14,14 +14,8 @@ from torch.fx.node import has_side_effect
 from penstock.errors import PartitionError
 
 __all__ = [
-    "HERE",
-    "MARK",
-    "SplitPoint",
-    "annotate_split_points",
-    "label_of",
-    "marked",
-    "pipe_split",
-]
+    "HERE", "MARK", "SplitPoint", "annotate_split_points", "label_of", "marked", "pipe_split",
+]  # fmt: skip
 
 _LIBRARY: Any = torch.library.Library("penstock", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("pipe_split(str label) -> ()")

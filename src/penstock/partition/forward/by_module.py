@@ -21,7 +21,7 @@ from torch import nn
 from penstock._torch_compat import has_backward_hooks
 from penstock.errors import PartitionError
 from penstock.partition.forward.forward_plan import ForwardPlan, assign_stages, plan_forward
-from penstock.partition.forward.forward_trace import ForwardTrace, ForwardTracer
+from penstock.partition.forward.forward_trace import CollectsOutputs, ForwardTrace, ForwardTracer
 from penstock.partition.forward.leaf_modules import LeafModules, NotByModule, find_leaf_modules
 from penstock.partition.forward.module_stage import ModuleStage
 from penstock.partition.forward.placeholder import ValueRef
@@ -183,24 +183,20 @@ def _trace(
     leaves: LeafModules, device: torch.device, example: Example | None, hooked: bool = False
 ) -> tuple[ForwardTracer, ForwardTrace | None]:
     """A tracer and its trace of the example; installs collecting hooks if needed."""
-    model = leaves.model
-    if hooked or example is None:
+    model, hooked = leaves.model, hooked or example is None
+    if hooked:
         install_hooks(model)
-    tracer = ForwardTracer(leaves, device)
+    tracer = ForwardTracer(leaves, device, hooked)
     if example is None:
         return tracer, None
-    failure: Exception | None = None
     try:
-        trace = tracer.run(*as_call(example), training=model.training)
-    except Exception as error:
-        failure = error
-    if tracer.captures and not hooked:
+        return tracer, tracer.run(*as_call(example), training=model.training)
+    except CollectsOutputs:
         return _trace(leaves, device, example, hooked=True)
-    if failure is None:
-        return tracer, trace
-    if isinstance(failure, PartitionError):
-        raise NotByModule(str(failure)) from failure
-    raise NotByModule(
-        f"the forward of {type(model).__name__} failed on the example, traced without values: "
-        f"{type(failure).__name__}: {failure}"
-    ) from failure
+    except PartitionError as error:
+        raise NotByModule(str(error)) from error
+    except Exception as error:
+        raise NotByModule(
+            f"the forward of {type(model).__name__} failed on the example, traced without values: "
+            f"{type(error).__name__}: {error}"
+        ) from error

@@ -35,6 +35,7 @@ from penstock.partition.forward.module_state import (
     tensors_in,
 )
 from penstock.partition.forward.placeholder import (
+    ForeignParameters,
     PlaceholderTensor,
     TopLevelOps,
     ValueKind,
@@ -51,7 +52,7 @@ from penstock.stage.boundary import BoundarySpec, TensorMeta, describe
 from penstock.stage.pytree import flatten, map_tensors, unflatten
 from penstock.stage.rng import host_random_states, preserve_rng_state
 
-__all__ = ["ForwardTrace", "ForwardTracer", "LeafCall", "replaced_message"]
+__all__ = ["CollectsOutputs", "ForwardTrace", "ForwardTracer", "LeafCall", "replaced_message"]
 
 logger = logging.getLogger("penstock.partition.forward")
 
@@ -97,15 +98,18 @@ class ForwardTrace:
         return {call.leaf: i for i, call in reversed(list(enumerate(self.calls)))}
 
 
+class CollectsOutputs(PartitionError):
+    """The model collects outputs of its layers, and has no hooks for that (see ``huggingface``)."""
+
+
 class ForwardTracer:
     """Trace one model, for one or several shapes of inputs.
 
-    Attributes:
-        captures: True if hooks collect values within the model (see ``huggingface``).
+    ``hooked`` says whether the hooks that collect values are installed (see ``huggingface``).
     """
 
-    def __init__(self, leaves: LeafModules, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, leaves: LeafModules, device: torch.device, hooked: bool) -> None:
+        self._device, self._hooked = device, hooked
         floats = {p.dtype for p in leaves.model.parameters() if p.is_floating_point()}
         self._dtype = next(iter(floats)) if len(floats) == 1 else None
         self._tree = StageTree(leaves, (), self._call, device)
@@ -116,7 +120,8 @@ class ForwardTracer:
         self._copies = {
             name: copy_with_tensors(leaf, self._placeholder) for name, leaf in leaves.leaves.items()
         }
-        self._needs_values = self.captures = False
+        self._needs_values = False
+        self._foreign = ForeignParameters(leaves.model)
         # Attributes set by leaf modules and replaced by the top-level forward. Reading one earlier
         # in a microbatch is an error, which the next run detects.
         self._set: set[tuple[str, str]] = set()
@@ -186,10 +191,10 @@ class ForwardTracer:
             warnings.simplefilter("ignore")  # stages issue these warnings themselves
             snapshot = ModuleSnapshot(self._tree.root)
             snapshot.watch_writes()
-            self._ops = TopLevelOps(self._calls)
+            self._ops, self._foreign.running = TopLevelOps(self._calls), ""
             host = str(host_random_states())
             try:
-                with self._ops:
+                with self._foreign, self._ops:
                     output = self._tree.root(*args, **kwargs)
                 if str(host_random_states()) != host:
                     raise PartitionError(
@@ -229,9 +234,15 @@ class ForwardTracer:
         leaves, tree = flatten((args, kwargs))
         tensors = [tensors_in(each) for each in leaves]
         marked = mark()
-        self.captures |= bool(marked)
+        if marked and not self._hooked:
+            raise CollectsOutputs(
+                "this call collects outputs of layers (as output_hidden_states=True does), which "
+                "the example does not; pass an example= with the same arguments"
+            )
+        self._foreign.running = leaf
         with self._ops.paused(), preserve_rng_state(self._device):
             result, changes, writes, fills = self._run_leaf(leaf, leaves, tree, marked)
+        self._foreign.running = ""
         filled = [
             type(each).__name__
             for each, before in zip(leaves, tensors, strict=True)

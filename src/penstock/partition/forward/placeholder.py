@@ -18,12 +18,14 @@ from typing import Any
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import swap_tensors
+from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock._torch_compat import (
     TorchDispatchMode,
     by_positions,
+    in_backward,
     is_data_dependent,
     is_random,
     is_shared,
@@ -39,20 +41,10 @@ from penstock.partition.plan import abbreviate
 from penstock.stage.boundary import TensorMeta
 
 __all__ = [
-    "NeedsValue",
-    "PlaceholderTensor",
-    "Provenance",
-    "TopLevelOps",
-    "ValueKind",
-    "ValueRef",
-    "describe_refs",
-    "has_value",
-    "make_placeholder",
-    "on_meta",
-    "refs_of",
-    "turn_into_placeholder",
-    "with_values",
-]
+    "ForeignParameters", "NeedsValue", "PlaceholderTensor", "Provenance", "TopLevelOps",
+    "ValueKind", "ValueRef", "describe_refs", "has_value", "make_placeholder", "on_meta", "refs_of",
+    "turn_into_placeholder", "with_values",
+]  # fmt: skip
 
 # Reads of values in a trace; more are taken for a loop that made-up values never end.
 MOST_READS = 1000
@@ -150,6 +142,11 @@ class PlaceholderTensor(Tensor):
         leaves, tree = _leaves_of(args, kwargs)
         placeholders = [leaf for leaf in leaves if type(leaf) is cls]
         refs = refs_of(placeholders)
+        if in_backward():
+            raise PartitionError(
+                f"a checkpoint computes with {describe_refs(refs)}, which is on another stage, "
+                "again in the backward; move that code into a module, or leave the checkpoint out"
+            )
         if is_data_dependent(func, args):
             raise NeedsValue(func, refs)
         device = torch.device(kwargs.get("device") or placeholders[0].device)
@@ -233,6 +230,36 @@ def make_placeholder(meta: TensorMeta, device: torch.device, ref: ValueRef) -> T
 
     made.requires_grad_().register_hook(refuse)  # type: ignore[no-untyped-call]
     return made.clone()  # no leaf of the graph, which could not be written in place
+
+
+class ForeignParameters(TorchDispatchMode):
+    """Refuse the model's parameters where a trace meets them themselves, not their placeholders.
+
+    A list, a closure or a partial leads to these; another stage would use a copy, and not train it.
+    ``running`` is the leaf module that runs, whose own parameters may be used by any way.
+    """
+
+    running = ""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = WeakIdKeyDictionary()
+        for name, param in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(param, []).append(name)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation."""
+        for leaf in _leaves_of(args, kwargs or {})[0]:
+            names = self._names.get(leaf, ()) if isinstance(leaf, nn.Parameter) else ()  # type: ignore[no-untyped-call]
+            if names and not any(name.startswith(f"{self.running}.") for name in names):
+                raise PartitionError(
+                    f"{self.running or 'the top-level forward'} reaches {names[0]} by a list, a "
+                    "closure or a partial, so that it would not train on another stage; register "
+                    "the parameter, or its module, where it is used"
+                )
+        return func(*args, **(kwargs or {}))
 
 
 class TopLevelOps(TorchDispatchMode):

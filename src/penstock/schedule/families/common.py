@@ -16,16 +16,9 @@ from penstock.schedule.placement import Placement, v_shape
 from penstock.schedule.program import Program
 
 __all__ = [
-    "Phases",
-    "alternate",
-    "alternating",
-    "even_groups",
-    "looped_order",
-    "phased",
-    "phased_v",
-    "program_of",
-    "with_weight_grads",
-]
+    "Phases", "alternate", "alternating", "even_groups", "looped_order", "phased", "phased_v",
+    "program_of", "with_weight_grads",
+]  # fmt: skip
 
 Phases: TypeAlias = Sequence[tuple[int, str]]
 """Repeat counts (below 1 for none) and patterns: ops with their loop, such as ``F0``; ``F0+B1`` for

@@ -26,7 +26,6 @@ from torch.utils.flop_counter import flop_registry
 
 from penstock._torch_compat import (
     active_mode,
-    autocast_enabled,
     compile_graphs,
     compile_in_place,
     current_node,
@@ -257,6 +256,5 @@ def _runner(
 
 def compiled_half(saved: None, run: Any, weights: Weights, kept: list[Tensor]) -> WeightGrads:
     """A formula: the half of a compiled backward that is W, from what I has kept."""
-    around = torch.autocast(kept[0].device.type, enabled=False) if autocast_enabled() else None
-    with torch.no_grad(), around or nullcontext():  # tensors of the forward require grad
+    with torch.no_grad():  # tensors of the forward require grad
         return tuple(run(kept))
