@@ -206,6 +206,16 @@ def test_ranks_follow_from_the_stages(schedule: str, ranks: int, stages: int) ->
     assert pipe.program.num_ranks == ranks
 
 
+def test_a_job_of_one_process_has_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under torchrun --nproc-per-node 1; elsewhere the number is asked for."""
+    with pytest.raises(ScheduleError, match="say on how many ranks to run"):
+        Pipeline(mlp(2), loss_fn=F.mse_loss)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    pipe = Pipeline(mlp(2), loss_fn=F.mse_loss)
+    assert pipe.num_ranks == 1
+    assert pipe.step(*(x := features(8, 0))[:1], target=x[1]) > 0
+
+
 def test_stages_per_rank_follow_from_ranks_and_stages() -> None:
     pipe = Pipeline(mlp(6), split=[1] * 6, schedule="interleaved-1f1b", ranks=2, n_microbatches=2)
     assert pipe.program.placement.stage_ranks == (0, 1, 0, 1, 0, 1)

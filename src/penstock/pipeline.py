@@ -198,8 +198,8 @@ class Pipeline(ModelState):
         if not self._schedule.has_loss:
             with publishing_errors(self._group):  # the other ranks may have one
                 raise StageError(
-                    "step() trains, but there is no loss: pass loss_fn= to Pipeline; for a model "
-                    "that computes its loss itself pass example= with its labels"
+                    "step() trains, but there is no loss: pass loss_fn= to Pipeline; a model that "
+                    "computes its loss itself takes labels for the example="
                 )
         kwargs.setdefault("return_outputs", False)
         if target is None and self._takes_model_call:

@@ -174,6 +174,14 @@ def cut_otherwise(
     return pipe.step(BATCH, target=BATCH)
 
 
+def a_loss_on_one_rank(rank: int, group: dist.ProcessGroup) -> object:
+    loss_fn = None if rank else nn.functional.mse_loss
+    pipe = Pipeline(
+        nn.Sequential(*linears(2)), loss_fn=loss_fn, n_microbatches=4, group=group, timeout_s=20
+    )
+    return pipe.step(BATCH, target=BATCH)
+
+
 def linears(num: int, **options: Any) -> list[nn.Linear]:
     return [nn.Linear(DIM, DIM, **options) for _ in range(num)]
 
@@ -389,6 +397,9 @@ MISTAKES = {
     ),
     "no rows": Mistake(
         no_rows, ("ValueError", P), r"shape \(0, 4\) can't be split into 4 .* at least 1 row;", (0,)
+    ),
+    "a loss on one rank": Mistake(
+        a_loss_on_one_rank, (P, S), r"there is no loss: pass loss_fn= to Pipeline", (1,)
     ),
     "a step within a step": Mistake(
         a_step_within_a_step, (SCH, SCH), r"within a step of another one over the same ranks", (1,)

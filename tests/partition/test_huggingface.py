@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from penstock import PartitionError, Pipeline
+from penstock import PartitionError, Pipeline, StageError
 from penstock.partition.forward.by_module import NotByModule, split_by_module
 from tests.compare import assert_same, plain_step, snapshot
 from tests.real_models import REAL_MODELS, own_loss
@@ -67,6 +67,19 @@ def test_hooks_stand_once_and_only_where_something_is_collected() -> None:
     plain = LLAMA.model()
     split_by_module(plain, [2, 2], LLAMA.example())
     assert not any(module._forward_hooks for module in plain.modules())
+
+
+def test_collecting_more_than_the_example_does_is_refused() -> None:
+    pipe = Pipeline(LLAMA.model(), example=LLAMA.example(), ranks=2, n_microbatches=2)
+    told = r"this call collects outputs of layers .* pass an example= with the same arguments"
+    with pytest.raises(PartitionError, match=told):
+        pipe.eval(**LLAMA.example(rows=4), output_hidden_states=True)
+
+
+def test_a_step_without_labels_says_what_is_missing() -> None:
+    pipe = Pipeline(LLAMA.model(), example=LLAMA.example(), ranks=2, n_microbatches=2)
+    with pytest.raises(StageError, match="computes its own loss from labels, as in example="):
+        pipe.step(input_ids=LLAMA.example(rows=4)["input_ids"])
 
 
 def test_the_cache_is_off_unless_asked_for() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,82 @@ def trains_alike(model: nn.Module, plain: nn.Module | None = None, **options: An
 
 
 # --- on parameters -----------------------------------------------------------------------------
+
+
+class TiedByList(nn.Module):
+    """Uses the weight of a layer that it holds in a list, where no module registers it."""
+
+    def __init__(self, embed: nn.Linear) -> None:
+        super().__init__()
+        self.held = [embed]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.held[0].weight.t()
+
+
+class TiedByPartial(NetBase):
+    """The head is a function with the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unembed = functools.partial(nn.functional.linear, weight=self.embed.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unembed(super().forward(x))
+
+
+class TiedByClosure(NetBase):
+    """The same, which finds the weight when it is called: an export sees the parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unembed = lambda x: x @ self.embed.weight.t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unembed(super().forward(x))
+
+
+class HeldTwice(nn.Module):
+    """A layer with another way to a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.held = [self.linear]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh() @ self.held[0].weight.t()
+
+
+def tied_by_list() -> nn.Module:
+    model = NetBase()
+    model.head = TiedByList(model.embed)
+    return model
+
+
+@pytest.mark.parametrize("make", [tied_by_list, TiedByPartial, TiedByClosure])
+def test_parameters_that_are_reached_by_no_module_are_refused(make: Callable[[], Any]) -> None:
+    """On another stage they would be copies, which do not train."""
+    with pytest.raises(PartitionError, match=r"reaches embed\.weight by a list, a closure or a"):
+        Pipeline(make(), ranks=2, example=(X[:2],), method="module")
+
+
+@pytest.mark.parametrize("make", [tied_by_list, TiedByClosure])
+def test_an_export_finds_parameters_that_are_reached_by_no_module(make: Callable[[], Any]) -> None:
+    model, plain = make(), make()
+    plain.load_state_dict(model.state_dict())
+    trains_alike(model, plain, method="export", split=["blocks.1"])
+
+
+def test_an_export_refuses_a_parameter_that_it_would_keep_as_it_is() -> None:
+    with pytest.raises(PartitionError, match=r"reaches a parameter of shape .* by a list or a"):
+        Pipeline(TiedByPartial(), ranks=2, example=(X[:2],), method="export", split=["blocks.1"])
+
+
+def test_a_layers_own_parameters_by_another_way() -> None:
+    model = NetBase()
+    model.head = HeldTwice()
+    trains_alike(model, method="module")
 
 
 class Decays(NetBase):
@@ -132,6 +210,29 @@ def test_reentrant_checkpoints_are_refused() -> None:
         pipe.step(X)
     with pytest.raises(PartitionError, match="CheckpointFunction with its own backward"):
         pipeline(Reentrant(), (X[:2],), split_spec=cuts_before("blocks.2"))
+
+
+class Untied(NetBase):
+    """A checkpoint around code between modules, with a parameter of the first stage."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        def unembed(x: Tensor) -> Tensor:
+            return (x @ self.embed.weight.t()).tanh()
+
+        result: Tensor = checkpoint(unembed, super().forward(x), use_reentrant=self.reentrant)
+        return result
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_with_a_parameter_of_another_stage_is_refused(reentrant: bool) -> None:
+    model = Untied()
+    model.reentrant = reentrant
+    pipe = Pipeline(model, loss_fn=square, example=(X[:2],), ranks=2, n_microbatches=4)
+    told = r"a checkpoint computes with parameter embed\.weight, .* again in the backward"
+    with pytest.raises(PartitionError, match=told):
+        pipe.step(X)
 
 
 class FrozenReentrant(NetBase):
