@@ -253,8 +253,11 @@ class Stage:
 
     def backward(self, state: MicrobatchState, grads: Sequence[Tensor | None]) -> None:
         """Full backward of a microbatch, from a gradient, or None, for each of its roots."""
-        self.input_grad(state, grads)
-        self.weight_grad(state)
+        if state.work is None and self.dw_builder is None:
+            self._run_backward(state, grads)
+        else:
+            self.input_grad(state, grads)
+            self.weight_grad(state)
 
     def input_grad(self, state: MicrobatchState, grads: Sequence[Tensor | None]) -> None:
         """Input gradients of a microbatch; ``weight_grad`` computes its weight gradients."""
