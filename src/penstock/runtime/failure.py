@@ -61,7 +61,7 @@ OTHER_CALLS_S = 1.5
 MAX_ANSWER_S = 10.0
 # Limits on a read that is under way at exit, and when a watchdog is stopped. Python ends threads by
 # force, which aborts the process if one is in torch's code, but a lost store may take minutes.
-MAX_LAST_READ_S, MAX_READ_S = 10.0, 1.0
+MAX_LAST_READ_S, MAX_READ_S, EXIT_S = 10.0, 1.0, 0.05
 
 
 class Peers(Enum):
@@ -403,6 +403,12 @@ class Watchdog:
             return False
         found, self._query = self._query.value, None
         return found
+
+
+@atexit.register
+def _let_threads_end() -> None:
+    """Let gloo's threads drop the tensors of collectives: once the interpreter ends, that aborts."""
+    time.sleep(EXIT_S if _records else 0.0)
 
 
 @atexit.register

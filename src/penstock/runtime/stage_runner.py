@@ -139,10 +139,10 @@ class StageRunner:
             wait = None if self._prev.queue is None else StageRunner._wait_input
         elif op in INPUT_GRADS:
             wait = None if self._next.queue is None else StageRunner._wait_grads
-        bound = BoundAction(action, partial(handler, self, state))
-        if wait is None:
-            return [bound]
-        return [BoundAction(action, partial(wait, self, state, arrived), is_wait=True), bound]
+        bound = [BoundAction(action, partial(handler, self, state))]
+        if wait is not None:
+            bound.insert(0, BoundAction(action, partial(wait, self, state, arrived), is_wait=True))
+        return bound
 
     # --- messages ----------------------------------------------------------------------------
 

@@ -235,11 +235,10 @@ def make_placeholder(meta: TensorMeta, device: torch.device, ref: ValueRef) -> T
 class ForeignParameters(TorchDispatchMode):
     """Refuse the model's parameters where a trace meets them themselves, not their placeholders.
 
-    A list, a closure or a partial leads to these; another stage would use a copy, and not train it.
-    ``running`` is the leaf module that runs, whose own parameters may be used by any way.
+    A list or a closure leads to them; another stage would use a copy, which would not train.
     """
 
-    running = ""
+    running = ""  # the leaf module that runs, whose own parameters may be used by any way
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

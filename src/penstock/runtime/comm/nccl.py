@@ -209,10 +209,9 @@ def pairs_of(rank: int, peers: Iterable[int]) -> list[tuple[int, int]]:
         >>> pairs_of(2, [0, 1, 3, 4])
         [(2, 3), (1, 2), (0, 2), (2, 4)]
     """
-    pairs = [(min(rank, peer), max(rank, peer)) for peer in peers]
-    return sorted(pairs, key=lambda pair: (*_round_of(*pair), pair))
 
+    def place(pair: tuple[int, int]) -> tuple[int, int, int]:
+        distance = pair[1] - pair[0]
+        return distance, pair[0] // distance % 2, pair[0]
 
-def _round_of(low: int, high: int) -> tuple[int, int]:
-    distance = high - low
-    return distance, low // distance % 2
+    return sorted(((min(rank, peer), max(rank, peer)) for peer in peers), key=place)
