@@ -407,7 +407,7 @@ class Watchdog:
 
 @atexit.register
 def _let_threads_end() -> None:
-    """Let gloo's threads drop the tensors of collectives: once the interpreter ends, that aborts."""
+    """Let gloo's threads drop the tensors of collectives: later, that aborts the process."""
     time.sleep(EXIT_S if _records else 0.0)
 
 
