@@ -75,7 +75,8 @@ def test_a_search_takes_none_that_recomputes() -> None:
 
     for limit, best in ((1, 72), (2, 41)):
         found = penstock.search(ranks=4, microbatches=8, memory_limit=limit, time_limit_s=0.1)
-        assert (found.value, found.bound) == (best, best)
+        assert found.bound <= best <= found.value
+        assert penstock.Op.RECOMPUTE not in {action.op for action in found.program.actions()}
 
 
 def test_it_trains_like_ours() -> None:
