@@ -213,7 +213,8 @@ def test_a_job_of_one_process_has_one_rank(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("WORLD_SIZE", "1")
     pipe = Pipeline(mlp(2), loss_fn=F.mse_loss)
     assert pipe.num_ranks == 1
-    assert pipe.step(*(x := features(8, 0))[:1], target=x[1]) > 0
+    inputs, target = features(8, 0)
+    assert pipe.step(inputs, target=target) > 0
 
 
 def test_stages_per_rank_follow_from_ranks_and_stages() -> None:

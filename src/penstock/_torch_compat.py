@@ -590,7 +590,7 @@ def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def in_backward() -> bool:
-    """True where autograd runs a backward; torch.utils.checkpoint asks for it the same way."""
+    """True where autograd runs a backward, as torch.utils.checkpoint asks: no public way tells."""
     return torch._C._current_graph_task_id() >= 0
 
 

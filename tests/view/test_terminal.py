@@ -38,6 +38,11 @@ def test_it_is_the_plain_text(name: str, width: int) -> None:
     assert timeline(trace, width=width).plain == to_text(trace, width=width)
 
 
+def test_a_terminal_too_narrow_for_any_drawing() -> None:
+    trace = trace_of("1f1b")
+    assert timeline(trace, width=15).plain == to_text(trace, width=20)
+
+
 def test_cells_have_the_colour_of_their_op() -> None:
     text = timeline(trace_of("1f1b"), width=80)
     assert coloured(text, LOOKS[Op.FORWARD].colour) == " F0 F1 F0 F1"

@@ -105,7 +105,7 @@ def _print_timeline(result: Simulation) -> None:
     program, console = result.program, out.console()
     chunks = f" of {program.num_splits} chunks" if program.num_splits > 1 else ""
     console.print(f"[bold]{program.name}[/], {sizes_text(program)}{chunks}\n")
-    drawn = timeline(result.trace, width=max(20, console.width))
+    drawn = timeline(result.trace, width=console.width)
     if console.color_system not in ("256", "truecolor"):
         # The nearest of 16 colours would hide some of the text.
         drawn.spans.clear()

@@ -59,8 +59,8 @@ EARLY_GRACE_S = 1.5
 OTHER_CALLS_S = 1.5
 # Timeout of the store's response after a failure.
 MAX_ANSWER_S = 10.0
-# Limits on a read that is under way at exit, and when a watchdog is stopped. Python ends threads by
-# force, which aborts the process if one is in torch's code, but a lost store may take minutes.
+# Limits on a read under way at exit and when a watchdog is stopped, and the wait for gloo at exit.
+# Python ends threads by force, which aborts if one is in torch's code; a lost store takes minutes.
 MAX_LAST_READ_S, MAX_READ_S, EXIT_S = 10.0, 1.0, 0.05
 
 

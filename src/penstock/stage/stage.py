@@ -284,8 +284,8 @@ class Stage:
 
     def _outside_autocast(self) -> AbstractContextManager[None]:
         """A context for backwards: a layer in float32 is differentiated in float32."""
-        off = autocast_enabled()
-        return torch.autocast(self.device.type, enabled=False) if off else nullcontext()
+        is_on = autocast_enabled()
+        return torch.autocast(self.device.type, enabled=False) if is_on else nullcontext()
 
     def _built_work(self) -> Callable[..., None]:
         """The user's callable for the weight gradients of the last backward; or an empty one."""

@@ -13,7 +13,7 @@ from penstock.schedule.program import Program
 from penstock.simulate.simulation import simulate
 from penstock.trace import Trace
 from penstock.view.palette import ink, shades
-from penstock.view.text import grid
+from penstock.view.text import SMALLEST_WIDTH, grid
 
 __all__ = ["html_of", "timeline"]
 
@@ -27,13 +27,13 @@ def timeline(trace: Trace, *, width: int) -> Text:
 
     Args:
         trace: measured or simulated.
-        width: longest line allowed, in characters, at least 20.
+        width: longest line allowed, in characters; at least 20 are taken.
     """
     styles = {
         place: Style(color=ink(shade), bgcolor=shade) for place, shade in shades(trace).items()
     }
     drawing = Text(end="", no_wrap=True)
-    for head, lane in grid(trace, width=width):
+    for head, lane in grid(trace, width=max(SMALLEST_WIDTH, width)):
         line = Text(head)
         for span, text in lane:
             style = _IDLE if span is None else styles[span.rank, span.action.op, span.action.stage]

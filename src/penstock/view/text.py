@@ -23,9 +23,9 @@ from penstock.schedule.action import Action, Op
 from penstock.trace import Span, Trace
 from penstock.view.layout import Drawable, drawn, trace_of
 
-__all__ = ["grid", "to_text"]
+__all__ = ["SMALLEST_WIDTH", "grid", "to_text"]
 
-_SMALLEST_WIDTH = 20
+SMALLEST_WIDTH = 20
 # Rounding makes sums of costs differ by less than this share of a cell.
 _ROUNDING = 1e-9
 _COPIES = {Op.OFFLOAD: "  to host", Op.RELOAD: "  back"}
@@ -68,8 +68,8 @@ def to_text(trace: Drawable, *, width: int = 120) -> str:
 def grid(trace: Trace, *, width: int) -> list[tuple[str, Lane]]:
     """A timeline in cells of equal time, in lines of at most ``width`` characters: the name of each
     lane, and its cells."""
-    if width < _SMALLEST_WIDTH:
-        raise ValueError(f"width is {width}, expected at least {_SMALLEST_WIDTH}")
+    if width < SMALLEST_WIDTH:
+        raise ValueError(f"width is {width}, expected at least {SMALLEST_WIDTH}")
     lanes, pair_of = list(_lanes(trace)), trace.pair_of()
     spans = [span for rank in range(trace.num_ranks) for span in trace.compute(rank)]
     margin = max((len(head) for head, _ in lanes), default=0) + 2
