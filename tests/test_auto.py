@@ -343,3 +343,27 @@ def test_the_forecast_counts_runtime_and_optimizer(
     assert 16.0 < pipe.forecast.step_s < 17.0
     assert sum(pipe.forecast.peak_bytes) > 4 * num_bytes
     assert Pipeline(model, loss_fn=F.mse_loss, ranks=2).forecast is None
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+def test_frozen_parameters_take_no_gradient_and_no_update(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "_update_s", lambda device: 1.0)
+    model = layers()
+    model.block2.append(nn.Sequential(nn.Linear(DIM, 1 << 16), nn.Linear(1 << 16, DIM)))
+    model.block2[-1].requires_grad_(False)
+    pipe = Pipeline(
+        model,
+        loss_fn=F.mse_loss,
+        ranks=2,
+        n_microbatches=4,
+        example=EXAMPLE,
+        split="auto",
+        schedule=schedule,
+    )
+    frozen = sum(param.nbytes for param in model.block2[-1].parameters())
+    trained = sum(param.nbytes for param in model.parameters() if param.requires_grad)
+    assert pipe.forecast is not None
+    assert pipe.forecast.optimizer_s == trained
+    assert frozen < sum(pipe.forecast.peak_bytes) < 3 * frozen

@@ -65,9 +65,9 @@ class Forecast:
 
     Attributes:
         step_s: the time of ``Pipeline.step``; in one process, of all ranks in turn.
-        optimizer_s: the time of an update by AdamW, on the rank with the most parameters.
-        peak_bytes: per rank its parameters, their gradients, AdamW's two moments, its activations
-            at their peak, and the temporary tensors of a forward or backward.
+        optimizer_s: the time of an update by AdamW, on the rank that trains the most parameters.
+        peak_bytes: per rank its parameters, gradients and AdamW's two moments of those that train,
+            its activations at their peak, and the temporary tensors of a forward or backward.
     """
 
     step_s: float
@@ -82,7 +82,7 @@ class _Measured:
     profile: Profile
     link: Link | None  # None if all ranks are in this process
     runtime_s: float  # per forward or backward
-    update_s: float  # per byte of parameters
+    update_s: float  # per byte of trained parameters
 
     def costs_of(
         self, stages: Sequence[Sequence[BlockCosts]], program: Program | None = None
@@ -284,18 +284,19 @@ def _forecast(
 ) -> Forecast:
     """The forecast of a program over stages with these blocks."""
     simulated = simulate(program, measured.costs_of(groups, program))
-    owned = [sum(block.parameter_bytes for block in group) for group in groups]
     stages_of = program.placement.stages_of
-    held = [sum(owned[i] for i in stages_of(rank)) for rank in range(program.num_ranks)]
-    most = [max(block.temporary_bytes for block in group) for group in groups]
-    activations = (
-        peak + max(most[i] for i in stages_of(rank))
-        for rank, peak in enumerate(simulated.peak_bytes)
+    ranks = [
+        [block for i in stages_of(rank) for block in groups[i]] for rank in range(program.num_ranks)
+    ]
+    trained = [sum(b.state_bytes(1) - b.state_bytes(0) for b in blocks) for blocks in ranks]
+    peaks = (
+        sum(b.state_bytes(4) for b in blocks) + peak + max(b.temporary_bytes for b in blocks)
+        for peak, blocks in zip(simulated.peak_bytes, ranks, strict=True)
     )
     # One process runs all ranks in turn, and so takes their busy times together.
     alone = spec.group is None
     return Forecast(
         step_s=simulated.busy if alone else simulated.makespan,
-        optimizer_s=measured.update_s * (sum(held) if alone else max(held)),
-        peak_bytes=tuple(4 * p + a for p, a in zip(held, activations, strict=True)),
+        optimizer_s=measured.update_s * (sum(trained) if alone else max(trained)),
+        peak_bytes=tuple(peaks),
     )

@@ -43,20 +43,30 @@ def held(
 ) -> list[float]:
     """What each stage holds."""
     return [
-        sum(factor * b.parameter_bytes + flight * b.activation_bytes for b in stage)
+        sum(
+            factor * (b.parameter_bytes - b.frozen_bytes)
+            + b.frozen_bytes
+            + flight * b.activation_bytes
+            for b in stage
+        )
         for stage, flight in zip(groups(blocks, counts), flights, strict=True)
     ]
+
+
+def partly_frozen(trained: int, frozen: int, **costs: Any) -> BlockCosts:
+    return BlockCosts(parameter_bytes=trained + frozen, frozen_bytes=frozen, **costs)
 
 
 # Whole numbers, so that sums are exact in whatever order.
 whole = st.integers(0, 12)
 chains = st.lists(
     st.builds(
-        BlockCosts,
+        partly_frozen,
+        trained=whole,
+        frozen=whole,
         forward_s=whole,
         input_grad_s=whole,
         weight_grad_s=st.integers(0, 3),
-        parameter_bytes=whole,
         activation_bytes=whole,
     ),
     min_size=1,
@@ -177,6 +187,11 @@ def test_the_smallest_feasible_memory_limit_is_named() -> None:
         "microbatches, or recompute activations"
     )
     assert balance(blocks, 2, 28).held_bytes == (28, 24)
+
+
+def test_no_more_is_frozen_than_there_is() -> None:
+    with pytest.raises(PartitionError, match="frozen_bytes of head is 9, of 8 bytes of parameters"):
+        BlockCosts(modules=("head",), parameter_bytes=8, frozen_bytes=9)
 
 
 @pytest.mark.parametrize(

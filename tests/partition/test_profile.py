@@ -258,10 +258,12 @@ def test_weights_take_time_in_w() -> None:
 
 def test_bytes_are_those_that_autograd_keeps() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2, bias=False))
+    model[0].bias.requires_grad_(False)
     first, relu, last = profile(model, torch.ones(3, 4), runs=1).blocks
     # The first layer keeps the model's input, which is there anyway; the others keep (3, 8).
     assert (first.activation_bytes, relu.activation_bytes, last.activation_bytes) == (0, 96, 96)
     assert (first.parameter_bytes, relu.parameter_bytes, last.parameter_bytes) == (160, 0, 64)
+    assert (first.frozen_bytes, relu.frozen_bytes, last.frozen_bytes) == (32, 0, 0)
     assert (first.sent_bytes, relu.sent_bytes, last.sent_bytes) == (96, 96, 0)
 
 

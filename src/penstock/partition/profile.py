@@ -192,6 +192,7 @@ def _costs_of(
         weight_grad_bytes=sum(memory[1][i] for i in segments),
         parameters=sum(p.numel() for p in params),
         parameter_bytes=sum(param.nbytes for param in params),
+        frozen_bytes=sum(param.nbytes for param in params if not param.requires_grad),
         sent_bytes=sent[0],
         sends=sent[1],
     )

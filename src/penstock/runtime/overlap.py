@@ -24,10 +24,7 @@ PairFunction: TypeAlias = Callable[..., Any]
 
 
 def bind_pair(
-    function: PairFunction,
-    pair: Step,
-    bound: Sequence[Sequence[BoundAction]],
-    device: torch.device,
+    function: PairFunction, pair: Step, bound: Sequence[Sequence[BoundAction]], device: torch.device
 ) -> list[BoundAction]:
     """Bind a pair to a function that runs its parts, perhaps in threads of its own.
 

@@ -126,12 +126,7 @@ class SearchState:
     """
 
     def __init__(
-        self,
-        problems: Sequence[SearchProblem],
-        *,
-        budget: Budget,
-        seed: int,
-        reduces: bool = False,
+        self, problems: Sequence[SearchProblem], *, budget: Budget, seed: int, reduces: bool = False
     ) -> None:
         self.problems, self.budget, self.seed = list(problems), budget, seed
         self.plain: list[Point] = []

@@ -69,11 +69,11 @@ def balance(
     Args:
         costs: a profile, the costs of its blocks, or one number per block, in order.
         num_stages: the number of stages, none of them empty, each on its own rank.
-        memory_limit: the bytes that a stage may hold: ``state_factor`` times its parameters, plus
-            its activations times the microbatches in flight.
+        memory_limit: the bytes that a stage may hold: ``state_factor`` times its parameters, frozen
+            ones once, plus its activations times the microbatches in flight.
         in_flight: the microbatches in flight on each stage; None for ``num_stages - stage``, as in
             1F1B.
-        state_factor: bytes held per byte of parameters: 2 with gradients, 4 with Adam's moments.
+        state_factor: bytes held per byte that is trained: 2 with gradients, 4 with Adam's moments.
 
     Raises:
         PartitionError: there are more stages than blocks, or no split fits the memory limit; the
@@ -102,7 +102,7 @@ def balance(
         )
     spans = _between(block.time_s for block in blocks)
     held = [
-        _between(float(state_factor * b.parameter_bytes + n * b.activation_bytes) for b in blocks)
+        _between(b.state_bytes(state_factor) + n * b.activation_bytes for b in blocks)
         for n in flights
     ]
     loads = [np.where(each <= limit, spans, math.inf) for each in held]

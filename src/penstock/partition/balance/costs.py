@@ -35,6 +35,7 @@ class BlockCosts:
         parameters: the number of elements in its parameters; shared parameters count in every
             block.
         parameter_bytes: the bytes of its parameters.
+        frozen_bytes: the bytes of those among them that are not trained.
         sent_bytes: the bytes that cross the cut after the block, in one direction.
         sends: the tensors that cross this cut, as ``"float32[2,128,64]"``.
 
@@ -57,6 +58,7 @@ class BlockCosts:
     weight_grad_bytes: int = 0
     parameters: int = 0
     parameter_bytes: int = 0
+    frozen_bytes: int = 0
     sent_bytes: int = 0
     sends: tuple[str, ...] = ()
 
@@ -65,11 +67,18 @@ class BlockCosts:
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and 0 <= value < float("inf")):
                 raise PartitionError(f"{name} of {self.name} is {value!r}, expected a number ≥ 0")
+        if self.frozen_bytes > self.parameter_bytes:
+            what = f"frozen_bytes of {self.name} is {self.frozen_bytes}"
+            raise PartitionError(f"{what}, of {self.parameter_bytes} bytes of parameters")
 
     @property
     def name(self) -> str:
         """The block's name in messages and tables."""
         return abbreviate(self.modules, most=3) if self.modules else "a block"
+
+    def state_bytes(self, factor: float) -> float:
+        """The bytes of its parameters, each that is trained counted ``factor`` times."""
+        return factor * (self.parameter_bytes - self.frozen_bytes) + self.frozen_bytes
 
     @property
     def time_s(self) -> float:

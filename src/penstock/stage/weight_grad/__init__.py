@@ -2,10 +2,6 @@
 
 from penstock.stage.weight_grad import ops  # registers the handlers of operations
 from penstock.stage.weight_grad.accumulate import CannotDeferError
-from penstock.stage.weight_grad.deferred_grads import (
-    DeferredGrads,
-    compiled_parts,
-    find_undeferred,
-)
+from penstock.stage.weight_grad.deferred_grads import DeferredGrads, compiled_parts, find_undeferred
 
 __all__ = ["CannotDeferError", "DeferredGrads", "compiled_parts", "find_undeferred", "ops"]
