@@ -191,8 +191,10 @@ def expect_quick(page: sync_api.Page, drawn: list[str]) -> None:
         for value in values:
             share = share_of_a_core()
             taken.append(share * page.evaluate(SET, [slider, value, *drawn]))
-        print(f"{slider}: redrawn in {[round(each) for each in taken]} ms")  # noqa: T201
-        assert min(taken) < 500 * slowness()
+            if taken[-1] < 500 * slowness():
+                break
+        else:
+            pytest.fail(f"{slider}: redrawn in {[round(each) for each in taken]} ms")
 
 
 def share_of_a_core() -> float:

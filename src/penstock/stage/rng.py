@@ -147,7 +147,8 @@ def host_random_states() -> dict[Any, Any]:
     """The states of Python's ``random`` and, if imported, of NumPy's generator, by name."""
     states: dict[Any, Any] = {"random": random.getstate()}
     if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
+        name, keys, *others = sys.modules["numpy"].random.get_state()
+        states["numpy"] = (name, keys.tolist(), *others)  # a list, as arrays compare by element
     return states
 
 

@@ -63,7 +63,7 @@ class _FlatCall(nn.Module):
     def forward(self, leaves: list[Tensor]) -> list[Any]:
         args, kwargs = self._form.rebuild(leaves)
         model = self.get_submodule(MODEL)
-        drawn = str(host_random_states())
+        drawn = host_random_states()
         snapshot = ModuleSnapshot(model)
         snapshot.watch_writes()
         try:
@@ -77,7 +77,7 @@ class _FlatCall(nn.Module):
                 "microbatch would start from the values of now; keep the state in a buffer that is "
                 "written in place, or cut by module"
             )
-        if str(host_random_states()) != drawn:
+        if host_random_states() != drawn:
             raise PartitionError(
                 "the forward draws numbers from random or numpy.random, which would be constants "
                 "of the graph; draw them with torch, or pass them in as tensors"

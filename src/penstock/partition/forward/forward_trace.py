@@ -192,11 +192,11 @@ class ForwardTracer:
             snapshot = ModuleSnapshot(self._tree.root)
             snapshot.watch_writes()
             self._ops, self._foreign.running = TopLevelOps(self._calls), ""
-            host = str(host_random_states())
+            host = host_random_states()
             try:
                 with self._foreign, self._ops:
                     output = self._tree.root(*args, **kwargs)
-                if str(host_random_states()) != host:
+                if host_random_states() != host:
                     raise PartitionError(
                         "the top-level forward draws from the random generator of Python or NumPy, "
                         "and each stage would draw numbers of its own; draw within a module, with "
