@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.errors import OUR_FILES
 
@@ -264,6 +266,12 @@ def deferrable_now() -> bool:
     return torch.is_grad_enabled() and _interpreters() is None and forward_ad._current_level < 0
 
 
+def accumulator_of(leaf: Tensor) -> Node:
+    """The node that accumulates the gradient of a leaf; torch's view is hidden from all modes."""
+    with _disable_current_modes():
+        return get_gradient_edge(leaf).node
+
+
 def in_transform(value: object) -> bool:
     """True if ``value`` is a wrapper tensor of a ``torch.func`` transform; no public test."""
     return isinstance(value, Tensor) and torch._C._functorch.is_gradtrackingtensor(value)
@@ -482,7 +490,8 @@ def forward_of(module: nn.Module) -> Any:
 
 def is_sequential(module: nn.Module) -> bool:
     """True if ``module`` runs its children in sequence, as ``nn.Sequential`` does."""
-    return forward_of(module) is nn.Sequential.forward
+    calls: Any = type(module).__call__
+    return forward_of(module) is nn.Sequential.forward and calls is nn.Module.__call__
 
 
 def has_no_forward(module: nn.Module) -> bool:

@@ -285,9 +285,7 @@ def _forecast(
     """The forecast of a program over stages with these blocks."""
     simulated = simulate(program, measured.costs_of(groups, program))
     stages_of = program.placement.stages_of
-    ranks = [
-        [block for i in stages_of(rank) for block in groups[i]] for rank in range(program.num_ranks)
-    ]
+    ranks = [[b for i in stages_of(r) for b in groups[i]] for r in range(program.num_ranks)]
     trained = [sum(b.state_bytes(1) - b.state_bytes(0) for b in blocks) for blocks in ranks]
     peaks = (
         sum(b.state_bytes(4) for b in blocks) + peak + max(b.temporary_bytes for b in blocks)

@@ -158,7 +158,7 @@ def split(rank: int, num_ranks: int) -> dict[str, Any]:
             work = DeferredGrads()
             with work:
                 flying.append((work, module(shared)))
-        found["undeferred"] = find_undeferred([y for _, y in flying], module.parameters())
+        found["undeferred"] = find_undeferred([y for _, y in flying])
         before = [p.grad for p in module.parameters()]
         with CommDebugMode() as sent, profile(activities=[ProfilerActivity.CPU]) as computed:
             for work, output in flying:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, Trainer
 
+from penstock.errors import StageError
 from penstock.integrations import transformers as trainer_module
 from penstock.integrations.transformers import PipelineTrainer
 from tests.distributed.launches import results_of
@@ -204,6 +205,29 @@ def test_in_one_process(folder: str) -> None:
     trainer = run(PipelineTrainer, "llama", f"{folder}/one process", pipeline={"ranks": 2})
     trainer.train()
     assert_alike(results(trainer), plain("llama", folder))
+
+
+def test_a_loss_is_told_of_an_evaluation(tmp_path: Path) -> None:
+    def of(kind: type[Trainer], **options: Any) -> float:
+        class Told(kind):  # type: ignore[misc, valid-type]
+            def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+                out = model(**inputs)
+                return out.loss + 1 if model.training else out.loss, out
+
+        trainer = run(Told, "llama", str(tmp_path), **options)
+        return float(trainer.evaluate()["eval_loss"])
+
+    assert of(PipelineTrainer, pipeline={"ranks": 2}) == pytest.approx(of(Trainer), rel=1e-6)
+
+
+def test_a_penalty_on_the_parameters_is_refused(tmp_path: Path) -> None:
+    class Penalized(PipelineTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            penalty = sum(param.pow(2).sum() for param in model.parameters())
+            return model(**inputs).loss + penalty
+
+    with pytest.raises(StageError, match="add their penalty within the model"):
+        run(Penalized, "llama", str(tmp_path), pipeline={"ranks": 2}).train()
 
 
 def test_dropout_does_not_depend_on_the_ranks(folder: str) -> None:

@@ -189,7 +189,7 @@ def run(kind: type[Trainer], name: str, folder: str, pipeline: Any = None, **mor
     given, arguments, options = (CASES | DROPOUT | REPLICA_CASES)[name]
     args = settings(folder, given | more)
     own: dict[str, Any] = {}
-    if kind is PipelineTrainer:
+    if issubclass(kind, PipelineTrainer):
         own = {"pipeline": pipeline or options, "replicas": 2 if name in REPLICA_CASES else 1}
     elif name in REPLICA_CASES:
         args.gradient_accumulation_steps *= 2

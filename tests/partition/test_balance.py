@@ -189,11 +189,6 @@ def test_the_smallest_feasible_memory_limit_is_named() -> None:
     assert balance(blocks, 2, 28).held_bytes == (28, 24)
 
 
-def test_no_more_is_frozen_than_there_is() -> None:
-    with pytest.raises(PartitionError, match="frozen_bytes of head is 9, of 8 bytes of parameters"):
-        BlockCosts(modules=("head",), parameter_bytes=8, frozen_bytes=9)
-
-
 @pytest.mark.parametrize(
     ("given", "told"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from penstock import Op, Pipeline, PipelineStage, Program, StageError, build
 from penstock.schedule.passes import offload, recompute
 from penstock.stage.offload import ActivationOffload
 from tests.agreement import ROUNDING, TRAINING, Twins
+from tests.compare import plain_step
 from tests.models import features, gpt, images, mlp, token_loss, tokens
 from tests.programs import computed_programs
 
@@ -148,6 +150,37 @@ def test_a_buffer_that_changes_late_can_not_be_recomputed() -> None:
     inputs, target = features(8, 0)
     with pytest.raises(StageError, match=r"stage 0, microbatch 2, action 0F2: .*buffer 'count'"):
         pipe.step(inputs, target=target)
+
+
+class ByRunningMean(nn.Module):
+    """A loss over its running mean."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = F.mse_loss(output, target)
+        self.mean.mul_(0.9).add_(0.1 * loss.detach())
+        return loss / self.mean
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_the_state_of_a_loss_is_restored(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    plain, loss_fn, plain_loss_fn = copy.deepcopy(model), ByRunningMean(), ByRunningMean()
+    program = recompute(build(name, ranks=2, microbatches=4))
+    pipe = Pipeline(model, loss_fn=loss_fn, schedule=program, ranks=2)
+    for step in range(2):
+        inputs, target = features(8, step)
+        loss = pipe.step(inputs, target=target)
+        expected = plain_step(plain, plain_loss_fn, inputs, target=target, n_microbatches=4)
+        assert loss == expected.loss and torch.equal(loss_fn.mean, plain_loss_fn.mean)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
 
 
 def test_buffers_that_others_take_the_place_of() -> None:

@@ -230,9 +230,14 @@ class Averaging(nn.Linear):
 
     mean: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__(DIM, DIM)
-        self.register_buffer("mean", torch.zeros(DIM))
+        if kind == "buffer":
+            self.register_buffer("mean", torch.zeros(DIM))
+        elif kind == "parameter":
+            self.mean = nn.Parameter(torch.zeros(DIM), requires_grad=False)
+        else:
+            self.mean = torch.zeros(DIM)
 
     def forward(self, value: Any) -> tuple[Tensor, Tensor]:
         x, mean = value if isinstance(value, tuple) else (value, 0)
@@ -242,13 +247,14 @@ class Averaging(nn.Linear):
 
 
 @SCHEDULES
-def test_a_buffer_that_is_sent(schedule: str) -> None:
-    """The next stage reads the value of its microbatch, though later ones write into the buffer."""
+@pytest.mark.parametrize("kind", ["buffer", "parameter", "attribute"])
+def test_state_that_is_sent(schedule: str, kind: str) -> None:
+    """The next stage reads the value of its microbatch, though later ones write into the state."""
 
     def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
         return F.mse_loss(output[0] + output[1], target)
 
-    both = made(nn.Sequential(*(Averaging() for _ in range(4))), schedule, loss_fn)
+    both = made(nn.Sequential(*(Averaging(kind) for _ in range(4))), schedule, loss_fn)
     for step in range(2):
         inputs, target = features(6, step)
         both.step(inputs, target=target)

@@ -106,7 +106,7 @@ class Steps:
             with work:
                 out = self.module(x)
             if self.undeferred is None:
-                self.undeferred = find_undeferred([out], self.module.parameters())
+                self.undeferred = find_undeferred([out])
                 work.note_undeferred(self.undeferred)
             flying.append((work, out))
         return flying

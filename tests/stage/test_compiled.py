@@ -76,7 +76,7 @@ def deferred_steps(module: nn.Module, x: Tensor, steps: int) -> None:
         work = DeferredGrads(excluded, compiled)
         with work:
             out = module(x)
-        excluded = find_undeferred([out], module.parameters())
+        excluded = find_undeferred([out])
         with work:
             torch.autograd.backward([out], [torch.ones_like(out)])
         work.accumulate()

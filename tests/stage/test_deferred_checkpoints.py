@@ -6,15 +6,24 @@ backward is given other tensors, of which torch compares shapes alone.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+from penstock import Pipeline
 from penstock.stage.weight_grad import DeferredGrads
+from tests.compare import plain_step
 from tests.stage.deferral_cases import (
     Calls,
     assert_same,
@@ -87,3 +96,47 @@ def test_setting_a_gradient_changes_no_weight() -> None:
         torch.autograd.backward(outputs, some_grads(outputs))
     work.accumulate()
     assert_same(gradients(module, inputs), expected, exact=False)
+
+
+class Selective(nn.Module):
+    """A block whose checkpoint saves matrix products, or all but its elementwise operations."""
+
+    def __init__(self, saved: str) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.q, self.k, self.v = (nn.Linear(6, 6, bias=False) for _ in range(3))
+        self.saved = saved
+
+    def policy(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        aten = torch.ops.aten
+        if self.saved == "products":
+            saves = op in (aten.mm.default, aten.addmm.default)
+        else:
+            saves = op not in (aten.mul.Tensor, aten.sin.default, aten.add.Tensor)
+        return CheckpointPolicy.PREFER_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(self, t: Tensor) -> Tensor:
+        h = self.norm(t)
+        q, k, v = (layer(h).view(-1, 2, 3) for layer in (self.q, self.k, self.v))
+        return ((q * k).sin() + v).flatten(1)
+
+    def forward(self, t: Tensor) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, self.policy)
+        out: Tensor = checkpoint(self.block, t, use_reentrant=False, context_fn=contexts)
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv", "interleaved-zb", "dualpipev"])
+@pytest.mark.parametrize("saved", ["products", "views too"])
+def test_a_policy_saves_what_the_forward_computes(schedule: str, saved: str) -> None:
+    """No operation of the deferral takes the place of one that the policy has counted."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Selective(saved) for _ in range(4)))
+    plain_model = copy.deepcopy(model)
+    pipe = Pipeline(model, loss_fn=F.mse_loss, schedule=schedule, ranks=2, n_microbatches=4)
+    inputs, target = torch.randn(8, 6), torch.randn(8, 6)
+    for _ in range(2):
+        pipe.step(inputs, target=target)
+        plain_step(plain_model, F.mse_loss, inputs, target=target, n_microbatches=4)
+        for p, q in zip(model.parameters(), plain_model.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)

@@ -196,7 +196,7 @@ def test_the_parameters_of_a_custom_function_are_found() -> None:
     work = DeferredGrads()
     with work:
         out = module(*inputs)
-    undeferred = find_undeferred([out], module.parameters())
+    undeferred = find_undeferred([out])
     assert [id(p) for p in undeferred] == [id(module.w)]
 
     work = DeferredGrads(undeferred)
@@ -261,6 +261,53 @@ def test_hooks_see_the_full_gradient_of_an_undeferred_parameter_once(
                 torch.testing.assert_close(p.grad, q.grad)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv"])
+def test_hooks_see_the_full_gradient_of_a_parameter_that_is_unfrozen(schedule: str) -> None:
+    """In the first steps its use in a custom function is in no graph."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), Squared()) for _ in range(4)))
+    plain = copy.deepcopy(model)
+    for each in (model, plain):
+        for layer in each:
+            layer[1].weight.register_hook(lambda grad: grad.clamp(-0.02, 0.02))  # type: ignore[index]
+            layer[1].weight.requires_grad_(False)  # type: ignore[index]
+    pipe = Pipeline(model, loss_fn=F.mse_loss, schedule=schedule, ranks=2, n_microbatches=4)
+    inputs, target = torch.randn(8, 3), torch.randn(8, 3)
+    for step in range(3):
+        if step == 1:
+            for each in (*model, *plain):
+                each[1].weight.requires_grad_(True)
+        pipe.step(inputs, target=target)
+        plain_step(plain, F.mse_loss, inputs, target=target, n_microbatches=4)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv"])
+def test_hooks_see_the_gradient_of_the_layer_and_of_the_loss_at_once(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    plain = copy.deepcopy(model)
+    fired: list[str] = []
+
+    def loss_of(each: nn.Sequential) -> Callable[[Tensor, Tensor], Tensor]:
+        weight = each[-1].get_parameter("weight")
+        weight.register_hook(lambda grad: grad.clamp(-0.05, 0.05))
+        return lambda out, target: F.mse_loss(out, target) + weight.pow(2).sum() / 2
+
+    loss_fn, plain_loss_fn = loss_of(model), loss_of(plain)
+    weight = model[-1].get_parameter("weight")
+    weight.register_post_accumulate_grad_hook(lambda _: fired.append("weight"))
+    pipe = Pipeline(model, loss_fn=loss_fn, schedule=schedule, ranks=2, n_microbatches=4)
+    inputs, target = torch.randn(8, 3), torch.randn(8, 3)
+    for step in range(2):
+        pipe.step(inputs, target=target)
+        plain_step(plain, plain_loss_fn, inputs, target=target, n_microbatches=4)
+        assert len(fired) == 4 * (step + 1)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
 def test_an_undeferred_gradient_is_added_once_to_one_that_is_there() -> None:
     torch.manual_seed(0)
     module, inputs = (
@@ -273,7 +320,7 @@ def test_an_undeferred_gradient_is_added_once_to_one_that_is_there() -> None:
         work = DeferredGrads()
         with work:
             out = module(leaf)
-        work.note_undeferred(find_undeferred([out], module.parameters()))
+        work.note_undeferred(find_undeferred([out]))
         with work, holding_back(work.mixed) as held:
             torch.autograd.backward([out], some_grads([out]))
         work.add_computed(held)
@@ -305,7 +352,7 @@ def test_ordinary_modules_have_no_undeferred_parameters() -> None:
     module = nn.Sequential(Block(8, 2), nn.BatchNorm1d(3), nn.LSTM(8, 4))
     with DeferredGrads():
         out, _ = module(x(2, 3, 8))
-    assert find_undeferred([out, None, 3], module.parameters()) == []
+    assert find_undeferred([out, None, 3]) == []
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

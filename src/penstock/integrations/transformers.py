@@ -131,10 +131,10 @@ class PipelineTrainer(Trainer):
 
     def _run(self, run: Any, step: Any, batches: Any, *args: Any, **options: Any) -> None:
         """Run microbatches, with the arguments with which a step of Trainer's calls the model."""
-        calls = []
+        calls, is_training = [], self._prepare_pipeline().training
         for each in batches:
             try:
-                step(PlaceholderModel(), dict(each), *args)
+                step(PlaceholderModel().train(is_training), dict(each), *args)
             except ModelCall as found:
                 calls.append(found.call)
             else:
@@ -148,7 +148,7 @@ class PipelineTrainer(Trainer):
         """Trainer's loss for an output of the last stage; outside of autocast, as in Trainer."""
         with torch.autocast(self.args.device.type, enabled=False):
             placeholder = PlaceholderModel(self.accelerator.in_full_precision(output))
-            if not self._prepare_pipeline().training:
+            if not placeholder.train(self._prepare_pipeline().training).training:
                 return super().prediction_step(placeholder, dict(inputs), True)[0]
             super().training_step(placeholder, dict(inputs), num_items)
         return self.accelerator.loss
@@ -311,6 +311,10 @@ class PlaceholderModel(nn.Module):
         if not self._outputs:
             raise ModelCall(args, kwargs)
         return self._outputs.pop()
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        """Refuse: a rank of a pipeline has the parameters of its own stages alone."""
+        raise StageError("compute_loss() reads parameters: add their penalty within the model")
 
 
 class PipelinedModel(nn.Module):

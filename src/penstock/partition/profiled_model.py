@@ -193,7 +193,7 @@ class ObservedPass:
         """
         with self._watching(), preserve_rng_state(self._profiled.device):
             begin = self._clock()
-            self._roots, self._grads = self._profiled.forward()
+            self.roots, self._grads = self._profiled.forward()
             stamps = [begin, *self._begun[1:], self._clock()]
         if self._run is not None and tuple(self.order) != self._run.order:
             raise PartitionError(
@@ -213,7 +213,7 @@ class ObservedPass:
         """
         self._arrivals.clear()  # of gradients taken within the forward
         current, begin = len(self.order) - 1, self._clock()
-        torch.autograd.backward(self._roots, self._grads)
+        torch.autograd.backward(self.roots, self._grads)
         arrivals = [*self._arrivals.items(), (current, self._clock())]
         self.spans = []
         for segment, stamp in arrivals:
@@ -226,10 +226,6 @@ class ObservedPass:
         for segment, begin, end in self.spans:
             times[segment] += end - begin
         return tuple(times)
-
-    def undeferred(self) -> list[nn.Parameter]:
-        """The parameters whose gradients the backward computes despite deferral."""
-        return find_undeferred(self._roots, self._profiled.parameters)
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -331,7 +327,7 @@ def _undeferred(profiled: ProfiledModel) -> tuple[nn.Parameter, ...] | None:
     try:
         with work:
             observed.forward()
-        found = observed.undeferred()
+        found = find_undeferred(observed.roots)
         with work:
             observed.backward()
         work.accumulate()

@@ -23,7 +23,7 @@ class LossHead:
     """Computes losses behind the last stage; ``divisor`` divides each loss in the backward."""
 
     def __init__(self, loss_fn: LossFn | None, divisor: int, *, train: bool) -> None:
-        self._loss_fn, self._divisor, self._train = loss_fn, divisor, train
+        self.loss_fn, self._divisor, self._train = loss_fn, divisor, train
         self._needs_target = needs_target(loss_fn)
 
     def run(self, state: MicrobatchState, output: Any, target: Any, step: StepState) -> None:
@@ -31,10 +31,10 @@ class LossHead:
         mb = state.microbatch
         if step.keep_outputs:
             step.outputs[mb] = map_tensors(Tensor.detach, output)
-        if self._loss_fn is None or (step.targets is None and self._needs_target):
+        if self.loss_fn is None or (step.targets is None and self._needs_target):
             return  # an evaluation without losses
         against = () if target is None and not self._needs_target else (target,)
-        result = self._loss_fn(output, *against, **step.loss_kwargs)
+        result = self.loss_fn(output, *against, **step.loss_kwargs)
         if result is None and not self._train:
             return
         if isinstance(result, tuple) and len(result) == 2:

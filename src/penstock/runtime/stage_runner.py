@@ -107,6 +107,7 @@ class StageRunner:
         again, since values do not follow from the inputs' shapes.
         """
         self._step, dropped = step, False
+        self.stage.findings().is_outdated = True  # parameters may be frozen between steps
         if self.rng is not None:
             self.rng.step_seed = step.seed
         for side in (self._prev, self._next):
@@ -300,7 +301,8 @@ class StageRunner:
         """Run the forward and keep only its inputs."""
         received = state.received or ()
         inputs = [*received, *self._step.given(state.microbatch)]
-        context = RecomputeContext(self.stage.findings(), self.stage.device, inputs)
+        loss_fn = self._loss_head.loss_fn if self._is_last else None
+        context = RecomputeContext(self.stage.findings(), self.stage.device, inputs, loss_fn)
         if not self._is_first:
             state.received = [tensor.detach() for tensor in received]  # separate leaves
         self._forward(state)

@@ -30,30 +30,25 @@ class Findings:
 
     module: nn.Module
     writes: bool | None = None  # whether it may write into received leaves
-    undeferred: list[nn.Parameter] | None = None  # the parameters that are not deferred
+    undeferred: Sequence[nn.Parameter] = ()  # the parameters whose gradients I computes anyway
+    is_outdated: bool = True  # whether to find these again, as in each step
     compiled: Any = None  # of ``compiled_parts``
     written_buffers: set[_Place] | None = None  # the buffers that it writes into
-    owners: list[nn.Module] | None = None  # the modules that have buffers
-
-    def buffers(self) -> list[Tensor]:
-        """The module's buffers, which may be replaced from forward to forward."""
-        if self.owners is None:
-            self.owners = [owner for owner in self.module.modules() if buffers_of(owner)]
-        found = (buffer for owner in self.owners for buffer in buffers_of(owner).values())
-        return [buffer for buffer in found if buffer is not None]
 
 
 class RecomputeContext:
     """The state before one forward; ``restored`` once, around its repetition."""
 
     def __init__(
-        self, findings: Findings, device: torch.device, inputs: Sequence[Tensor] = ()
+        self, findings: Findings, device: torch.device, inputs: Sequence[Tensor], loss_fn: Any
     ) -> None:
         self._findings, self._device = findings, device
+        others = [loss_fn] if isinstance(loss_fn, nn.Module) else []
         self._random = random_states(device)
         self._recorded = {
             (owner, name): (buffer, 0 if buffer is None else version_of(buffer))
-            for owner in findings.module.modules()
+            for module in (findings.module, *others)
+            for owner in module.modules()
             for name, buffer in buffers_of(owner).items()
         }
         written = findings.written_buffers

@@ -39,7 +39,7 @@ from penstock.errors import BoundaryError, StageError
 from penstock.stage.boundary import BoundarySpec
 from penstock.stage.device_streams import indexed
 from penstock.stage.dtensor import DTensorMeta, find_mesh
-from penstock.stage.offload import ActivationOffload, address_of
+from penstock.stage.offload import ActivationOffload
 from penstock.stage.pytree import Args, Kwargs, flatten, is_plain, unflatten
 from penstock.stage.recompute import Findings, RecomputeContext
 from penstock.stage.wrappers import unwrapped
@@ -219,20 +219,14 @@ class Stage:
 
     def _forward_deferring(self, state: MicrobatchState, args: Args, kwargs: Kwargs) -> Any:
         # Imported here, since few schedules defer weight gradients.
-        from penstock.stage.weight_grad import DeferredGrads, compiled_parts, find_undeferred
+        from penstock.stage.weight_grad import DeferredGrads, compiled_parts
 
         known = self.findings()
         if known.compiled is None:
             known.compiled = compiled_parts(self.submod)
-        state.work = deferred = DeferredGrads(known.undeferred or (), known.compiled)
+        state.work = deferred = DeferredGrads(known.undeferred, known.compiled)
         with deferred:
-            output = self.submod(*args, **kwargs)
-        if known.undeferred is None:
-            # Parameters whose gradients I computes anyway: later forwards defer none of their
-            # uses, or their hooks would fire twice. A module's uses stay the same.
-            known.undeferred = find_undeferred(flatten(output)[0], self.submod.parameters())
-            deferred.note_undeferred(known.undeferred)
-        return output
+            return self.submod(*args, **kwargs)
 
     def leave(self, state: MicrobatchState, output: Any, spec: BoundarySpec) -> None:
         """Split the output, which is not kept, into tensors to send and roots of the backward."""
@@ -243,11 +237,8 @@ class Stage:
         state.roots = [
             get_gradient_edge(t) if (t := tensors[i]).requires_grad else None for i in grad_slots
         ]
-        state.to_send = [t.detach() for t in tensors]
-        if not all(t.requires_grad for t in tensors):
-            # Later microbatches may write into a buffer before its value here has been read.
-            kept = {address_of(buffer) for buffer in self.findings().buffers()} - {0}
-            state.to_send = [t.clone() if address_of(t) in kept else t for t in state.to_send]
+        # What takes no gradient may be state, into which later microbatches write: a copy.
+        state.to_send = [t.detach() if t.requires_grad else t.clone() for t in tensors]
 
     # --- backward ----------------------------------------------------------------------------
 
@@ -263,7 +254,14 @@ class Stage:
         """Input gradients of a microbatch; ``weight_grad`` computes its weight gradients."""
         deferred = state.work
         if deferred is not None:  # recorded by the forward
-            # Few models have mixed parameters.
+            known = self.findings()
+            if known.is_outdated:
+                from penstock.stage.weight_grad import find_undeferred
+
+                # In the loss function, too. Later forwards defer none of their uses, or their hooks
+                # would fire twice.
+                known.undeferred, known.is_outdated = find_undeferred(state.roots), False
+            deferred.note_undeferred(known.undeferred)
             around = holding_back(deferred.mixed) if deferred.mixed else nullcontext(())
             with deferred, around as held:
                 self._run_backward(state, grads)

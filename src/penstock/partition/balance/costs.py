@@ -67,9 +67,6 @@ class BlockCosts:
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and 0 <= value < float("inf")):
                 raise PartitionError(f"{name} of {self.name} is {value!r}, expected a number ≥ 0")
-        if self.frozen_bytes > self.parameter_bytes:
-            what = f"frozen_bytes of {self.name} is {self.frozen_bytes}"
-            raise PartitionError(f"{what}, of {self.parameter_bytes} bytes of parameters")
 
     @property
     def name(self) -> str:

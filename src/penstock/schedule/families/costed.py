@@ -113,11 +113,7 @@ class CostedStep:
             self.span, self._makespan = span, makespan
 
     def add_filled(
-        self,
-        orders: Sequence[Sequence[int]],
-        *,
-        spare: int | None = None,
-        overtake: bool = False,
+        self, orders: Sequence[Sequence[int]], *, spare: int | None = None, overtake: bool = False
     ) -> None:
         """Add orders of forwards and backwards, with weight gradients in their idle time.
 

@@ -33,12 +33,13 @@ import optree
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from penstock._torch_compat import (
     CompiledCall,
+    accumulator_of,
     active_mode,
     compiled_calls,
     deferrable_now,
@@ -155,7 +156,7 @@ class DeferredGrads(TorchFunctionMode):
         if value.grad_fn is not None:
             return self.expressions.get((value.grad_fn, value.output_nr))
         if self.num_passes and saved_tensor_hooks_active() and deferrable_now():
-            owner = getattr(get_gradient_edge(value).node, "variable", None)
+            owner = getattr(accumulator_of(value), "variable", None)
             return self.weight(owner) if isinstance(owner, Parameter) else None
         return None
 
@@ -239,11 +240,14 @@ class DeferredGrads(TorchFunctionMode):
     # --- undeferred parameters ---------------------------------------------------------------
 
     def note_undeferred(self, parameters: Iterable[Parameter]) -> None:
-        """Note the parameters that ``find_undeferred`` found in this forward."""
+        """Note the parameters that ``find_undeferred`` found, of which the forward may not know."""
+        new = [p for p in parameters if id(p) not in self._undeferred]
+        if not new:
+            return
         weights = [weight for record in self.records if record for weight in record[1]]
         deferred = _leaf_ids([*weights, *(weight for weight, _ in self.proxies.values())])
         unknown = None in self.records  # its weights are known with the gradient only
-        self.mixed = [p for p in parameters if unknown or id(p) in deferred]
+        self.mixed = [p for p in new if unknown or id(p) in deferred]
 
     def add_computed(self, grads: Iterable[tuple[Weight, Tensor]]) -> None:
         """Record gradients that autograd has computed in I, to be accumulated in W."""
@@ -395,18 +399,19 @@ def compiled_parts(module: nn.Module) -> list[CompiledCall]:
     return compiled_calls(module, run)
 
 
-def find_undeferred(outputs: Iterable[object], parameters: Iterable[Parameter]) -> list[Parameter]:
+def find_undeferred(roots: Iterable[object]) -> list[Parameter]:
     """The parameters that autograd accumulates into in I, past the deferral.
 
-    Deferring other uses of them would run their hooks twice. Call it after the first forward alone.
+    Deferring other uses of them would run their hooks twice.
     """
-    tensors = (out for out in outputs if isinstance(out, Tensor) and out.requires_grad)
-    stack: list[Node] = [get_gradient_edge(out).node for out in tensors]
+    tensors = (each for each in roots if isinstance(each, Tensor) and each.requires_grad)
+    edges = [each for each in roots if isinstance(each, GradientEdge)]
+    stack = [edge.node for edge in (*edges, *map(get_gradient_edge, tensors))]
     seen = set(stack)
     while stack:
         for following, _ in stack.pop().next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 stack.append(following)
-    reached = {id(getattr(node, "variable", None)) for node in seen}
-    return [p for p in parameters if id(p) in reached]
+    leaves = (getattr(node, "variable", None) for node in seen)
+    return [leaf for leaf in leaves if isinstance(leaf, Parameter)]
