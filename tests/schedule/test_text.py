@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -218,3 +221,13 @@ def test_the_files_that_torch_writes_are_read(program: Program, data: st.DataObj
 def test_a_number_far_beyond_the_text_is_refused_at_once(text: str) -> None:
     with pytest.raises(ScheduleError, match=r"\d+ (stages|microbatches) in a program of 2 "):
         parse_csv(text)
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(901, np.int64), (902, np.uint8), (903, bool)])
+def test_actions_hold_plain_integers(stage: int, kind: Callable[[int], Any]) -> None:
+    """A schedule may count by NumPy; an action that it makes first is every schedule's."""
+    for number in (0, 1):
+        made = action(stage, Op.FORWARD, kind(number))
+        assert str(made) == f"{stage}F{number}"
+        assert type(made.microbatch) is int
+        assert action(stage, Op.FORWARD, number) is made

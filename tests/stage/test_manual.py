@@ -264,8 +264,9 @@ def test_a_module_may_compute_its_own_weight_gradients(full: bool) -> None:
     torch.testing.assert_close(grads_of([head]), expected[1:], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["when made", "set later"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved-zb", "zb-h1"])
-def test_schedules_run_a_modules_own_weight_gradients(schedule: str) -> None:
+def test_schedules_run_a_modules_own_weight_gradients(schedule: str, late: bool) -> None:
     torch.manual_seed(0)
     num = 4 if schedule in ("zbv", "interleaved-zb") else 2
     modules: list[nn.Module] = [OwnWeights() if i % 2 else nn.Linear(DIM, DIM) for i in range(num)]
@@ -275,10 +276,13 @@ def test_schedules_run_a_modules_own_weight_gradients(schedule: str) -> None:
         twin.load_state_dict(module.state_dict())
         plain.append(twin)
     expected = [g / NUM_MICROBATCHES for g in plain_grads(plain)]
+    builders = [m.build if isinstance(m, OwnWeights) else None for m in modules]
     stages = [
-        PipelineStage(m, i, num, CPU, dw_builder=m.build if isinstance(m, OwnWeights) else None)
+        PipelineStage(m, i, num, CPU, dw_builder=None if late else builders[i])
         for i, m in enumerate(modules)
     ]
+    for stage, builder in zip(stages, builders, strict=True):
+        stage.dw_builder = builder
     xs, targets = zip(*microbatches(), strict=True)
     mse = nn.functional.mse_loss
     pipe = Pipeline(stages, loss_fn=mse, schedule=schedule, n_microbatches=3, ranks=2)

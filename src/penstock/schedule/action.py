@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from operator import index
 from typing import TypeAlias
 
 __all__ = ["Op", "Action", "Overlap", "Step", "action"]
@@ -90,5 +91,6 @@ def action(stage: int, op: Op, microbatch: int | None = None) -> Action:
     made = _made(stage, op)
     found = made.get(microbatch)
     if found is None:
-        found = made[microbatch] = Action(stage=stage, op=op, microbatch=microbatch)
+        number = None if microbatch is None else int(index(microbatch))  # a NumPy integer, too
+        found = made[microbatch] = Action(stage=int(index(stage)), op=op, microbatch=number)
     return found

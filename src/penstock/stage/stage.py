@@ -125,7 +125,7 @@ class Stage:
         self.num_stages = operator.index(num_stages)
         self.device = indexed(torch.device(device))
         self.dw_builder = dw_builder
-        self.defers_weights = defers_weights and dw_builder is None
+        self.defers_weights = defers_weights
         self.static_inputs: BoundarySpec | None = None
         self.static_outputs: BoundarySpec | None = None
         self.inputs_spec: BoundarySpec | None = None
@@ -205,7 +205,7 @@ class Stage:
 
     def forward(self, state: MicrobatchState, args: Args, kwargs: Kwargs, *, defer: bool) -> Any:
         """Run the module; ``defer`` says whether weight gradients are deferred to W."""
-        if defer and self.defers_weights and not self._leaves_all_to_w(state):
+        if defer and self.defers_weights and not (self.dw_builder or self._leaves_all_to_w(state)):
             output = self._forward_deferring(state, args, kwargs)
         else:
             output = self.submod(*args, **kwargs)
@@ -215,10 +215,9 @@ class Stage:
 
     def _leaves_all_to_w(self, state: MicrobatchState) -> bool:
         """True if no gradient is sent back: W then runs the full backward, which costs less."""
-        return self.defers_weights and not state.leaves and not state.in_sequence
+        return self.defers_weights and not (self.dw_builder or state.leaves or state.in_sequence)
 
     def _forward_deferring(self, state: MicrobatchState, args: Args, kwargs: Kwargs) -> Any:
-        # Imported here, since few schedules defer weight gradients.
         from penstock.stage.weight_grad import DeferredGrads, compiled_parts
 
         known = self.findings()
@@ -256,10 +255,9 @@ class Stage:
         if deferred is not None:  # recorded by the forward
             known = self.findings()
             if known.is_outdated:
-                from penstock.stage.weight_grad import find_undeferred
+                from penstock.stage.weight_grad import find_undeferred  # few schedules need it
 
-                # In the loss function, too. Later forwards defer none of their uses, or their hooks
-                # would fire twice.
+                # Later forwards defer no use of them, or their hooks would fire twice.
                 known.undeferred, known.is_outdated = find_undeferred(state.roots), False
             deferred.note_undeferred(known.undeferred)
             around = holding_back(deferred.mixed) if deferred.mixed else nullcontext(())
