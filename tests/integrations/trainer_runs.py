@@ -19,6 +19,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -111,6 +112,15 @@ def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) ->
     return loss / num
 
 
+class Freezing(TrainerCallback):
+    """Freezes layers of both stages after the step behind the first checkpoint."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 4:
+            for name, param in model.named_parameters():
+                param.requires_grad_("layers.0" not in name and "lm_head" not in name)
+
+
 # By name: the settings, the Trainer's arguments, and the pipeline's.
 _EVERY: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
 # The first checkpoint lies within the first of two epochs.
@@ -148,6 +158,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "model_init": ({}, {"model_init": lambda: llama(), "model": None}, {}),
     "random batches": ({}, {"data_collator": collate_by_rank}, {}),
     "early stopping": (_BEST, {"callbacks": [EarlyStoppingCallback(1)]}, {}),
+    "freezing": (_SAVES | {"max_grad_norm": 0.0}, {"callbacks": [Freezing()]}, {}),
     "no remainder": ({"max_steps": 2, "gradient_accumulation_steps": 1}, {}, {}),
 }
 # Two replicas do the work of twice as many accumulated batches, in the order of the data.

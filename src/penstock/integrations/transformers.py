@@ -243,14 +243,14 @@ class PipelineTrainer(Trainer):
             owners = {name: i for i in reversed(range(group.size())) for name in by_rank[i]}
             for name, value in self.model.state_dict(keep_vars=True).items():
                 is_frozen = isinstance(value, nn.Parameter) and not value.requires_grad
-                if name not in owners or (is_frozen and pipelined.is_synced):
+                if name not in owners or (is_frozen and name in pipelined.frozen):
                     continue
+                (pipelined.frozen.add if is_frozen else pipelined.frozen.discard)(name)
                 is_own = owners[name] == group.rank()
                 sent = local[name].cpu() if is_own else torch.empty_like(value, device="cpu")
                 dist.broadcast(sent.detach(), group=group, group_src=owners[name])
                 if not is_own:
                     value.copy_(sent)
-        pipelined.is_synced = True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model, as ``Trainer.save_model`` does; a collective call."""
@@ -325,7 +325,7 @@ class PipelinedModel(nn.Module):
         self.pipe, self.accelerator = pipe, accelerator
         self.plain = (plain,)  # in a tuple, since it is no submodule
         self.stages = nn.ModuleList(stage.submod for stage in pipe.stages)
-        self.is_synced = False
+        self.frozen: set[str] = set()  # the parameters that were when last synchronized
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the last stage, on every rank; without a graph."""
