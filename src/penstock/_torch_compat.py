@@ -267,7 +267,7 @@ def deferrable_now() -> bool:
 
 
 def accumulator_of(leaf: Tensor) -> Node:
-    """The node that accumulates the gradient of a leaf; torch's view is hidden from all modes."""
+    """The node that accumulates a leaf's gradient; torch takes a view for it, unseen by modes."""
     with _disable_current_modes():
         return get_gradient_edge(leaf).node
 

@@ -286,7 +286,7 @@ def _forecast(
     simulated = simulate(program, measured.costs_of(groups, program))
     stages_of = program.placement.stages_of
     ranks = [[b for i in stages_of(r) for b in groups[i]] for r in range(program.num_ranks)]
-    trained = [sum(b.state_bytes(1) - b.state_bytes(0) for b in blocks) for blocks in ranks]
+    trained = [sum(b.parameter_bytes - b.frozen_bytes for b in blocks) for blocks in ranks]
     peaks = (
         sum(b.state_bytes(4) for b in blocks) + peak + max(b.temporary_bytes for b in blocks)
         for peak, blocks in zip(simulated.peak_bytes, ranks, strict=True)

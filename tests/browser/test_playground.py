@@ -192,10 +192,10 @@ def expect_quick(page: sync_api.Page, drawn: list[str], **moves: tuple[float, ..
         for value in values:
             share = share_of_a_core()
             taken.append(share * page.evaluate(SET, [slider, value, *drawn]))
-            if taken[-1] < 500 * slowness():
+            if taken[-1] < 500:
                 break
-        else:
-            pytest.fail(f"{slider}: redrawn in {[round(each) for each in taken]} ms")
+        print(f"{slider}: redrawn in {[round(each) for each in taken]} ms")  # noqa: T201
+        assert min(taken) < 500 * slowness()
 
 
 def share_of_a_core() -> float:

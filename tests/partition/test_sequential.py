@@ -102,6 +102,12 @@ class OwnForward(nn.Sequential):
         return super().forward(x) + x
 
 
+class OwnCall(nn.Sequential):
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = super().__call__(x)
+        return out + x
+
+
 class NameOnly(nn.Sequential):
     pass
 
@@ -116,6 +122,7 @@ def hooked(kind: str) -> nn.Module:
     ("model", "told"),
     [
         (OwnForward(nn.Linear(2, 2)), "the OwnForward does more"),
+        (OwnCall(nn.Linear(2, 2)), "the OwnCall does more"),
         ([nn.Linear(2, 2), torch.relu], "item 1 of the list is a builtin_function"),
         ([None], "item 0 of the list is a NoneType"),
         (hooked("forward_hook"), "hooks on the whole"),

@@ -148,7 +148,8 @@ class PipelineTrainer(Trainer):
         """Trainer's loss for an output of the last stage; outside of autocast, as in Trainer."""
         with torch.autocast(self.args.device.type, enabled=False):
             placeholder = PlaceholderModel(self.accelerator.in_full_precision(output))
-            if not placeholder.train(self._prepare_pipeline().training).training:
+            placeholder.train(self._prepare_pipeline().training)
+            if not placeholder.training:
                 return super().prediction_step(placeholder, dict(inputs), True)[0]
             super().training_step(placeholder, dict(inputs), num_items)
         return self.accelerator.loss
@@ -245,12 +246,13 @@ class PipelineTrainer(Trainer):
                 is_frozen = isinstance(value, nn.Parameter) and not value.requires_grad
                 if name not in owners or (is_frozen and name in pipelined.frozen):
                     continue
-                (pipelined.frozen.add if is_frozen else pipelined.frozen.discard)(name)
                 is_own = owners[name] == group.rank()
                 sent = local[name].cpu() if is_own else torch.empty_like(value, device="cpu")
                 dist.broadcast(sent.detach(), group=group, group_src=owners[name])
                 if not is_own:
                     value.copy_(sent)
+        every = self.model.named_parameters(remove_duplicate=False)
+        pipelined.frozen = {name for name, param in every if not param.requires_grad}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model, as ``Trainer.save_model`` does; a collective call."""

@@ -23,7 +23,7 @@ from penstock._torch_compat import is_zero_tensor
 from penstock.errors import StageError
 from penstock.stage.device_streams import DeviceStreams, Event, Stream
 
-__all__ = ["ActivationOffload", "CopyStreams", "address_of"]
+__all__ = ["ActivationOffload", "CopyStreams"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -112,7 +112,7 @@ class ActivationOffload:
     ) -> None:
         self._device = device
         self._copy_streams = copy_streams
-        self._resident = {address_of(t) for t in resident} | {0}
+        self._resident = {_address_of(t) for t in resident} | {0}
         # By address, referenced by autograd alone: a storage that it releases is not copied.
         self._storages: WeakValueDictionary[int, _Storage] = WeakValueDictionary()
 
@@ -122,7 +122,7 @@ class ActivationOffload:
 
     def _pack(self, tensor: Tensor) -> Any:
         """The storage, dtype and view of a saved tensor; itself if it stays on the device."""
-        address = address_of(tensor)
+        address = _address_of(tensor)
         stays = address in self._resident or tensor.device != self._device
         if stays or tensor.is_conj() or tensor.is_neg():
             return tensor
@@ -173,7 +173,7 @@ class ActivationOffload:
             storage.device, storage.host, storage.copied = tensor.untyped_storage(), None, copied
 
 
-def address_of(tensor: Tensor) -> int:
+def _address_of(tensor: Tensor) -> int:
     """The address of a plain tensor's memory; 0 for other tensors, and for empty memory."""
     is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
     return tensor.untyped_storage().data_ptr() if is_plain and not is_zero_tensor(tensor) else 0

@@ -236,7 +236,7 @@ class Stage:
         state.roots = [
             get_gradient_edge(t) if (t := tensors[i]).requires_grad else None for i in grad_slots
         ]
-        # What takes no gradient may be state, into which later microbatches write: a copy.
+        # Tensors without gradients may be state, into which later microbatches write: send copies.
         state.to_send = [t.detach() if t.requires_grad else t.clone() for t in tensors]
 
     # --- backward ----------------------------------------------------------------------------
@@ -257,7 +257,6 @@ class Stage:
             if known.is_outdated:
                 from penstock.stage.weight_grad import find_undeferred  # few schedules need it
 
-                # Later forwards defer no use of them, or their hooks would fire twice.
                 known.undeferred, known.is_outdated = find_undeferred(state.roots), False
             deferred.note_undeferred(known.undeferred)
             around = holding_back(deferred.mixed) if deferred.mixed else nullcontext(())

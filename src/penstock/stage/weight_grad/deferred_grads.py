@@ -241,8 +241,7 @@ class DeferredGrads(TorchFunctionMode):
 
     def note_undeferred(self, parameters: Iterable[Parameter]) -> None:
         """Note the parameters that ``find_undeferred`` found, of which the forward may not know."""
-        new = [p for p in parameters if id(p) not in self._undeferred]
-        if not new:
+        if not (new := [p for p in parameters if id(p) not in self._undeferred]):
             return
         weights = [weight for record in self.records if record for weight in record[1]]
         deferred = _leaf_ids([*weights, *(weight for weight, _ in self.proxies.values())])
@@ -402,7 +401,7 @@ def compiled_parts(module: nn.Module) -> list[CompiledCall]:
 def find_undeferred(roots: Iterable[object]) -> list[Parameter]:
     """The parameters that autograd accumulates into in I, past the deferral.
 
-    Deferring other uses of them would run their hooks twice.
+    Deferring other uses of them, also in later forwards, would run their hooks twice.
     """
     tensors = (each for each in roots if isinstance(each, Tensor) and each.requires_grad)
     edges = [each for each in roots if isinstance(each, GradientEdge)]
