@@ -194,12 +194,18 @@ def test_without_an_order_there_is_no_program() -> None:
 # --- what would have no effect -----------------------------------------------------------------
 
 
-def test_a_runtime_of_ones_own_is_refused() -> None:
-    class Own(penstock.PipelineScheduleSingle):
-        def _step_microbatches(self, *args: Any) -> None: ...
-
-    with pytest.raises(ScheduleError, match="Own has a _step_microbatches, which is not called"):
-        Own(PipelineStage(nn.Identity(), 0, 1, CPU), 2)
+@pytest.mark.parametrize(
+    "name", ["_step_microbatches", "_compute_loss", "_split_inputs", "_loss_fn", "_has_backward"]
+)
+def test_a_runtime_of_ones_own_is_refused(name: str) -> None:
+    own = type("Own", (penstock.PipelineScheduleSingle,), {name: lambda self, *args: None})
+    stage = PipelineStage(nn.Identity(), 0, 1, CPU)
+    with pytest.raises(ScheduleError, match=f"Own has a {name} of its own, which is not used"):
+        own(stage, 2)
+    schedule = penstock.ScheduleGPipe(stage, 2)
+    setattr(schedule, name, None)
+    with pytest.raises(ScheduleError, match=f"ScheduleGPipe has a {name} of its own"):
+        schedule.step(torch.zeros(2, 2))
 
 
 @pytest.mark.parametrize("name", ["backward_maybe_with_nosync", "forward_one_chunk", "scale_grads"])

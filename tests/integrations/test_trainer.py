@@ -169,6 +169,11 @@ def test_an_optimizer_of_the_whole_model(folder: str) -> None:
         assert_alike(ours, results(trainer))
 
 
+def test_the_state_of_an_optimizer_that_a_subclass_makes_is_saved_whole(folder: str) -> None:
+    number = len([*llama().parameters()])
+    assert by_pipeline(folder, "own optimizer") == [number] * 2
+
+
 def test_a_loss_of_two_calls_is_refused(folder: str) -> None:
     for message in by_pipeline(folder, "twice"):
         assert "compute_loss() calls the model twice" in message
@@ -207,12 +212,12 @@ def test_in_one_process(folder: str) -> None:
     assert_alike(results(trainer), plain("llama", folder))
 
 
-def test_a_loss_is_told_of_an_evaluation(tmp_path: Path) -> None:
+def test_a_loss_is_told_of_an_evaluation_and_of_the_configuration(tmp_path: Path) -> None:
     def of(kind: type[Trainer], **options: Any) -> float:
         class Told(kind):  # type: ignore[misc, valid-type]
             def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
                 out = model(**inputs)
-                return out.loss + 1 if model.training else out.loss, out
+                return out.loss + model.config.vocab_size * model.training, out
 
         trainer = run(Told, "llama", str(tmp_path), **options)
         return float(trainer.evaluate()["eval_loss"])

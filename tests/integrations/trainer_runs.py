@@ -310,10 +310,24 @@ def given_optimizer(rank: int, folder: str) -> Any:
     return results(trainer)
 
 
+def own_optimizer(rank: int, folder: str) -> Any:
+    """An optimizer that a subclass makes; returns of how many parameters its state is saved."""
+
+    class Own(PipelineTrainer):
+        def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+            if self.optimizer is None:
+                self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+            return self.optimizer
+
+    run(Own, "llama", f"{folder}/own optimizer").train()
+    return len(torch.load(f"{folder}/own optimizer/checkpoint-3/optimizer.pt")["state"])
+
+
 OTHERS: dict[str, Any] = {
     "resume": resume,
     "report": report,
     "predict": predict,
     "given optimizer": given_optimizer,
+    "own optimizer": own_optimizer,
     "twice": twice,  # the last one: a failed step ends what the ranks have in common
 }

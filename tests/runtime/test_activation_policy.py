@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from penstock import Op, Pipeline, PipelineStage, Program, StageError, build
 from penstock.schedule.passes import offload, recompute
+from penstock.schedule.text import parse_csv
 from penstock.stage.offload import ActivationOffload
 from tests.agreement import ROUNDING, TRAINING, Twins
 from tests.compare import plain_step
@@ -47,6 +48,16 @@ def test_every_schedule_trains_right(name: str, way: str) -> None:
         inputs, target = tokens(8, step)
         both.step(inputs, target=target)
         both.eval(inputs)
+
+
+def test_a_forward_may_run_again_before_its_output_is_sent() -> None:
+    program = parse_csv(
+        "0F0,0RECOMPUTE0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", num_microbatches=1
+    )
+    both = Twins(gpt(2), token_loss, schedule=program)
+    for step in range(2):
+        inputs, target = tokens(4, step)
+        both.step(inputs, target=target)
 
 
 def norms(*, in_place: bool) -> list[nn.Module]:

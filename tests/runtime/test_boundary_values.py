@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import BoundaryError, Pipeline, PipelineStage
+from penstock.schedule.text import parse_csv
 from tests.agreement import ROUNDING, Twins
 from tests.compare import plain_step
 from tests.crossings import CROSSINGS, SUMMED, crossing_model
@@ -39,6 +40,20 @@ def test_boundary_values(name: str, schedule: str, ranks: int, dynamic_shapes: b
         tolerance=ROUNDING if name in SUMMED else None,
     )
     for step, rows in enumerate((6, 5, 6)):
+        inputs, target = features(rows, step)
+        both.step(inputs, target=target)
+        both.eval(inputs)
+
+
+@pytest.mark.parametrize("dynamic_shapes", [False, True])
+@pytest.mark.parametrize("rows", [4, 3])
+def test_messages_in_another_order_than_computations(rows: int, dynamic_shapes: bool) -> None:
+    program = parse_csv(
+        "0F0,0F1,0SEND_F1,0SEND_F0,0RECV_B1,0RECV_B0,0B0,0B1\n"
+        "1RECV_F1,1RECV_F0,1F0,1F1,1B0,1B1,1SEND_B1,1SEND_B0\n"
+    )
+    both = Twins(mlp(2), F.mse_loss, schedule=program, dynamic_shapes=dynamic_shapes)
+    for step in range(2):
         inputs, target = features(rows, step)
         both.step(inputs, target=target)
         both.eval(inputs)

@@ -58,8 +58,8 @@ def load_model(request: ModelRequest) -> tuple[nn.Module, Any]:
     from penstock.stage.pytree import map_tensors
 
     dtype = getattr(torch, request.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise PartitionError(f"--dtype {request.dtype} is no dtype of torch's, such as float32")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise PartitionError(f"--dtype {request.dtype} is no dtype for a model, such as float32")
     try:
         torch.empty(0, device=request.device)
     except (RuntimeError, AssertionError) as error:

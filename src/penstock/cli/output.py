@@ -108,6 +108,8 @@ def peaks_text(result: Simulation) -> str:
     text = f"peak activations per rank: {per_rank(result.peak_in_flight)}"
     if result.costs.activation_bytes is not None:
         text += f"; bytes: {per_rank(result.peak_bytes)}"
+    elif result.peak_bytes != result.peak_in_flight:  # weight gradients hold another share
+        text += f"; memory in activations: {per_rank(result.peak_bytes)}"
     return text
 
 

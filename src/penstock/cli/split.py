@@ -94,8 +94,12 @@ def split(
     _print_table(
         list(rows), f"{plan.model}: {numbers_of(block=len(measured.blocks), stage=stages)}"
     )
-    times = rank_times(measured, counts, placement)
-    _print_slowest(times, "stage" if program is None else "rank")
+    times, what = rank_times(measured, counts, placement), "stage" if program is None else "rank"
+    out.console().print(
+        f"slowest {what} [bold]{out.seconds_text(max(times))}[/] per microbatch, forward and "
+        f"backward; {max(times) * len(times) / sum(times) - 1:.2%} above the mean of all {what}s",
+        soft_wrap=True,
+    )
     out.console().print(plan.made, markup=False, soft_wrap=True, style="dim")
     if output is not None:
         typer.echo(f"wrote {output}")
@@ -114,15 +118,6 @@ def _print_table(rows: Sequence[dict[str, str]], title: str) -> None:
     for row in rows:
         shown.add_row(*row.values())
     out.print_table(shown)
-
-
-def _print_slowest(times: Sequence[float], what: str) -> None:
-    slowest_s, mean_s = max(times), sum(times) / len(times)
-    out.console().print(
-        f"slowest {what} [bold]{out.seconds_text(slowest_s)}[/] per microbatch, forward and "
-        f"backward; {slowest_s / mean_s - 1:.2%} above the mean of all {what}s",
-        soft_wrap=True,
-    )
 
 
 def _rows(

@@ -46,7 +46,7 @@ __all__ = ["PipelineTrainer", "PrefetchingLoader"]
 _REFUSED = (  # settings of TrainingArguments
     *("auto_find_batch_size", "bf16_full_eval", "deepspeed", "eval_use_gather_object", "fp16"),
     *("fp16_full_eval", "fsdp", "neftune_noise_alpha", "parallelism_config", "save_on_each_node"),
-    *("torch_compile", "use_liger_kernel"),
+    *("predict_with_generate", "torch_compile", "use_liger_kernel"),
 )
 
 
@@ -91,22 +91,22 @@ class PipelineTrainer(Trainer):
         self._whole_states: list[dict[str, Any]] = []  # of the optimizer, for Trainer to save
         super().__init__(*args, **kwargs)
         if self.model_init is None:
-            self._prepare_pipeline()
+            self.pipelined_model()
 
     # --- the pipeline ------------------------------------------------------------------------
 
     @property
     def pipeline(self) -> Pipeline:
         """The pipeline over ``self.model``."""
-        return self._prepare_pipeline().pipe
+        return self.pipelined_model().pipe
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let Trainer take the replicas for its processes."""
         super().create_accelerator_and_postprocess()
-        self.accelerator = ReplicaAccelerator(self.accelerator, self._num_replicas)
+        self.accelerator = ReplicaAccelerator(self.accelerator, self._num_replicas, self)
         self.gather_function = self.accelerator.gather_for_metrics
 
-    def _prepare_pipeline(self) -> PipelinedModel:
+    def pipelined_model(self) -> PipelinedModel:
         """The pipeline of the current model, which ``model_init`` may have made anew."""
         if self._pipelined is None or self._pipelined.plain[0] is not self.model:
             mesh, replicas = self.accelerator.mesh, self.accelerator.replica_group
@@ -125,16 +125,15 @@ class PipelineTrainer(Trainer):
                     options: Any = self.accelerator.ddp_handler.to_kwargs()
                     stage.submod = DDP(stage.submod, process_group=replicas, **options)
             self._pipelined = PipelinedModel(pipe, self.model, self.accelerator)
-            self.accelerator.pipelined = self._pipelined
         self.model_wrapped = self._pipelined
         return self._pipelined
 
     def _run(self, run: Any, step: Any, batches: Any, *args: Any, **options: Any) -> None:
         """Run microbatches, with the arguments with which a step of Trainer's calls the model."""
-        calls, is_training = [], self._prepare_pipeline().training
+        calls, is_training = [], self.pipelined_model().training
         for each in batches:
             try:
-                step(PlaceholderModel().train(is_training), dict(each), *args)
+                step(PlaceholderModel(self.model).train(is_training), dict(each), *args)
             except ModelCall as found:
                 calls.append(found.call)
             else:
@@ -147,8 +146,8 @@ class PipelineTrainer(Trainer):
     def _microbatch_loss(self, output: Any, inputs: Any, *, num_items: Any = None) -> Any:
         """Trainer's loss for an output of the last stage; outside of autocast, as in Trainer."""
         with torch.autocast(self.args.device.type, enabled=False):
-            placeholder = PlaceholderModel(self.accelerator.in_full_precision(output))
-            placeholder.train(self._prepare_pipeline().training)
+            placeholder = PlaceholderModel(self.model, self.accelerator.in_full_precision(output))
+            placeholder.train(self.pipelined_model().training)
             if not placeholder.training:
                 return super().prediction_step(placeholder, dict(inputs), True)[0]
             super().training_step(placeholder, dict(inputs), num_items)
@@ -172,28 +171,26 @@ class PipelineTrainer(Trainer):
             batches, self._batches = self._batches, []
             if not batches or inputs is not batches[0]:
                 raise StageError("training_step() takes the batches of get_batch_samples()")
-            step, num = self._prepare_pipeline().train().pipe.step, num_items_in_batch
+            step, num = self.pipelined_model().train().pipe.step, num_items_in_batch
             self._run(step, super().training_step, batches, num, loss_kwargs={"num_items": num})
         return self._losses.pop(0)
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The whole model's optimizer, left with this rank's parameters; its state stays whole."""
-        mine = {*map(id, self._prepare_pipeline().parameters())}
-        wrapped = super().create_optimizer()
-        optimizer = getattr(wrapped, "optimizer", wrapped)
-        if optimizer is not self._optimizer:
-            self._optimizer, whole, groups = optimizer, self._whole_states, optimizer.param_groups
-            name_of = {id(param): name for name, param in self.model.named_parameters()}
-            if not name_of.keys() >= {id(param) for group in groups for param in group["params"]}:
-                raise ValueError("the optimizer has parameters that the model has not")
-            self._param_names = [[name_of[id(p)] for p in group["params"]] for group in groups]
-            for group in groups:
-                group["params"] = [param for param in group["params"] if id(param) in mine]
-            for param in [param for param in optimizer.state if id(param) not in mine]:
-                del optimizer.state[param]  # Adagrad makes its state at once
-            optimizer.register_state_dict_post_hook(lambda *_: whole.pop() if whole else None)
-            optimizer.register_load_state_dict_pre_hook(self._load_whole_state)
-        return wrapped
+    def keep_own(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave the whole model's optimizer with this rank's parameters; its state stays whole."""
+        if optimizer is self._optimizer:
+            return
+        self._optimizer, whole, groups = optimizer, self._whole_states, optimizer.param_groups
+        name_of = {id(param): name for name, param in self.model.named_parameters()}
+        if not name_of.keys() >= {id(param) for group in groups for param in group["params"]}:
+            raise ValueError("the optimizer has parameters that the model has not")
+        self._param_names = [[name_of[id(p)] for p in group["params"]] for group in groups]
+        mine = {*map(id, self.pipelined_model().parameters())}
+        for group in groups:
+            group["params"] = [param for param in group["params"] if id(param) in mine]
+        for param in [param for param in optimizer.state if id(param) not in mine]:
+            del optimizer.state[param]  # Adagrad makes its state at once
+        optimizer.register_state_dict_post_hook(lambda *_: whole.pop() if whole else None)
+        optimizer.register_load_state_dict_pre_hook(self._load_whole_state)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """The rows of a step: those of all replicas, not of all processes."""
@@ -222,7 +219,7 @@ class PipelineTrainer(Trainer):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
         """Evaluate a batch as one microbatch; every rank gets its loss, and its outputs."""
-        pipelined, step = self._prepare_pipeline().eval(), super().prediction_step
+        pipelined, step = self.pipelined_model().eval(), super().prediction_step
         if not prediction_loss_only:
             return step(pipelined, self.accelerator.broadcast(inputs), False, ignore_keys)
         if not self._losses:
@@ -305,9 +302,10 @@ class ModelCall(StageError):
 class PlaceholderModel(nn.Module):
     """In the model's place: returns an output, if it has one, once; else raises the call."""
 
-    def __init__(self, *outputs: Any) -> None:
+    def __init__(self, model: nn.Module, *outputs: Any) -> None:
         super().__init__()
-        self._outputs = list(outputs)
+        self.plain, self._outputs = (model,), list(outputs)  # in a tuple, since it is no submodule
+        self.config = getattr(model, "config", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._outputs:
@@ -379,13 +377,13 @@ class ReplicaAccelerator(Accelerator):
     pipeline_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = None  # replicas by stages
-    pipelined: PipelinedModel | None = None
     is_ahead = False  # the data loader has ended, but its batches have not
     loss: Tensor
 
-    def __init__(self, accelerator: Accelerator, num_replicas: int) -> None:
-        self.__dict__.update(vars(accelerator))  # Trainer has made it
-        world = accelerator.num_processes
+    def __init__(self, made: Accelerator, num_replicas: int, trainer: PipelineTrainer) -> None:
+        self.__dict__.update(vars(made))  # by Trainer
+        self.trainer = trainer
+        world = made.num_processes
         if num_replicas < 1 or world % num_replicas:
             raise ValueError(f"replicas={num_replicas} does not divide {world} processes")
         self.num_stage_ranks = world // num_replicas
@@ -408,11 +406,15 @@ class ReplicaAccelerator(Accelerator):
         return super().prepare_data_loader(data_loader, **{**options, "device_placement": False})
 
     def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        return self.pipelined or model
+        return self.trainer.pipelined_model()
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> Any:
+        self.trainer.keep_own(getattr(optimizer, "optimizer", optimizer))
+        return super().prepare_optimizer(optimizer)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
-        if isinstance(model, PipelinedModel | PlaceholderModel) and self.pipelined is not None:
-            return self.pipelined.plain[0]
+        if isinstance(model, PipelinedModel | PlaceholderModel):
+            return model.plain[0]
         return cast(nn.Module, super().unwrap_model(model, *args, **options))
 
     def backward(self, loss: Tensor, **_: Any) -> None:

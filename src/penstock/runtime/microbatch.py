@@ -151,7 +151,8 @@ def _split_leaf(
     if _is_packed(leaf):
         raise ValueError(_PACKED)
     # A mask of flex attention is split as the indices of its rows are.
-    is_mask = _is_block_mask(leaf)
+    flex_attention = sys.modules.get("torch.nn.attention.flex_attention")
+    is_mask = flex_attention is not None and isinstance(leaf, flex_attention.BlockMask)
     tensor = torch.arange(leaf.kv_num_blocks.size(0)) if is_mask else leaf
     if not isinstance(tensor, Tensor) or tensor.dim() == 0 or (is_mask and len(tensor) == 1):
         return [leaf] * chunks
@@ -195,11 +196,6 @@ def _split_shards(tensor: Tensor, chunks: int, dim: int, shards: int) -> list[Te
         )
     parts = torch.tensor_split(local_part(tensor), chunks, dim=dim)
     return [with_local_part(tensor, part, rows // chunks, dim) for part in parts]
-
-
-def _is_block_mask(value: object) -> bool:
-    flex_attention = sys.modules.get("torch.nn.attention.flex_attention")
-    return flex_attention is not None and isinstance(value, flex_attention.BlockMask)
 
 
 def _part_of_mask(mask: Any, rows: Tensor) -> Any:

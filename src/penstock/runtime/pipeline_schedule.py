@@ -34,6 +34,12 @@ __all__ = ["PipelineSchedule", "group_of"]
 # number is an id.
 _num_made: Counter[str] = Counter()
 
+# What torch's schedules call or read on themselves.
+_ONLY_IN_TORCH = (
+    "_step_microbatches", "_split_inputs", "_check_inputs", "_compute_loss", "_maybe_compute_loss",
+    "_maybe_get_loss", "_update_losses", "_merge_outputs", "_loss_fn", "_has_backward",
+)  # fmt: skip
+
 # The engine and the process group of each running step of this process.
 _running: list[tuple[object, dist.ProcessGroup | None]] = []
 
@@ -101,7 +107,7 @@ class PipelineSchedule:
         # The other ranks may be waiting for this rank in their first step.
         with publishing_errors(self._group):
             _check_stages(stages)
-            _refuse_overrides(type(self), stages)
+            _refuse_overrides(self, stages)
             self.rank, self.pp_group_size = stages[0].group_rank, stages[0].group_size
             self._is_single_process = is_single_process or self.pp_group_size == 1
             self.num_stages, self.n_local_stages = stages[0].num_stages, len(stages)
@@ -287,7 +293,7 @@ class PipelineSchedule:
         train = train and self.has_loss and engine.requested.has_backward
 
         def prepare() -> StepState:
-            _refuse_overrides(type(self), self._stages)  # a stage may have been patched since
+            _refuse_overrides(self, self._stages)  # either may have been patched since
             if train and config.backward_requires_autograd and not torch.is_grad_enabled():
                 raise StageError("step() computes gradients, but runs under no_grad; use eval()")
             if not isinstance(filled, list | None):
@@ -351,13 +357,14 @@ def group_of(stages: Sequence[PipelineStage]) -> dist.ProcessGroup | None:
     return first.group if isinstance(first, PipelineStage) else default_group()
 
 
-def _refuse_overrides(schedule_class: type, stages: Sequence[PipelineStage]) -> None:
-    """Refuse classes that override what no schedule calls, which would have no effect."""
-    if hasattr(schedule_class, "_step_microbatches"):
-        raise ScheduleError(
-            f"{schedule_class.__name__} has a _step_microbatches, which is not called: set "
-            "pipeline_order, or return the order from _get_pipeline_order"
-        )
+def _refuse_overrides(schedule: PipelineSchedule, stages: Sequence[PipelineStage]) -> None:
+    """Refuse what is overridden or assigned by torch's name, and would have no effect here."""
+    for name in _ONLY_IN_TORCH:
+        if hasattr(schedule, name):
+            raise ScheduleError(
+                f"{type(schedule).__name__} has a {name} of its own, which is not used: pass the "
+                "loss as loss_fn=, call eval() for forwards alone, set pipeline_order for an order"
+            )
     for stage in stages:
         for name in HAND_DRIVEN:
             inherited = getattr(type(stage), name) is getattr(PipelineStage, name)

@@ -43,6 +43,7 @@ class Neighbor:
     # By shape id, the description of the activations; and for each gradient whether it is sent.
     specs: dict[int, BoundarySpec] = field(default_factory=dict)
     grads: dict[int, tuple[bool, ...]] = field(default_factory=dict)
+    sent: set[int] = field(default_factory=set)  # the shape ids whose description was sent there
 
 
 class StageRunner:
@@ -114,6 +115,7 @@ class StageRunner:
             for i in [i for i, spec in side.specs.items() if forget or spec.holds_values]:
                 del side.specs[i]
                 side.grads.pop(i, None)
+                side.sent.discard(i)
                 dropped = True
         return dropped
 
@@ -210,10 +212,11 @@ class StageRunner:
 
     def _send_forward(self, state: MicrobatchState) -> None:
         assert state.to_send is not None and state.out_spec is not None
-        if state.metadata is not None:
-            self._transport.send_metadata(self._next.peer, state.metadata)
-            state.metadata = None
-        self._transport.send(self._next.peer, state.out_spec.pack(state.to_send))
+        following, shape_id = self._next, self._step.shape_ids[state.microbatch]
+        if self._dynamic_shapes or shape_id not in following.sent:
+            following.sent.add(shape_id)
+            self._transport.send_metadata(following.peer, state.out_spec.encode())
+        self._transport.send(following.peer, state.out_spec.pack(state.to_send))
         state.to_send = None
 
     def _send_backward(self, state: MicrobatchState) -> None:
@@ -287,8 +290,6 @@ class StageRunner:
         if spec is None or self._dynamic_shapes:
             spec = following.specs[shape_id] = describe(output)
             spec.check_static(self.stage.static_outputs, "output")
-            if following.queue is not None:
-                state.metadata = spec.encode()
         self.stage.leave(state, output, spec)
         if following.queue is None:
             receiver = following.states[mb]
@@ -312,8 +313,8 @@ class StageRunner:
         state.roots, state.leaves, state.work = (), (), None
 
     def _recompute(self, state: MicrobatchState) -> None:
-        """Run the forward again for its graph; its output has already been sent."""
-        context, state.recompute = state.recompute, None
+        """Run the forward again for its graph; what is sent is the first output."""
+        context, state.recompute, to_send = state.recompute, None, state.to_send
         assert context is not None
         args, kwargs, target = self._inputs(state)
         with context.restored():
@@ -323,7 +324,7 @@ class StageRunner:
             else:
                 assert state.out_spec is not None
                 self.stage.leave(state, output, state.out_spec)
-                state.to_send = None
+                state.to_send = to_send
 
     def _forward_to_offload(self, state: MicrobatchState) -> None:
         """Run the forward and record the tensors that autograd saves."""
@@ -332,10 +333,6 @@ class StageRunner:
         state.offload = ActivationOffload(self.stage.device, stays, self._copy_streams)
         with state.offload.collecting():
             self._forward(state)
-
-    def _offload(self, state: MicrobatchState) -> None:
-        assert state.offload is not None
-        state.offload.offload()
 
     def _reload(self, state: MicrobatchState) -> None:
         context, state.offload = state.offload, None
@@ -382,7 +379,7 @@ _WHOLE_STAGE: dict[Op, Callable[[Replicas], None]] = {
 _HANDLERS: dict[Op, Callable[..., None]] = {
     Op.FORWARD: StageRunner._forward,
     Op.RECOMPUTE: StageRunner._recompute,
-    Op.OFFLOAD: StageRunner._offload,
+    Op.OFFLOAD: lambda runner, state: state.offload.offload(),
     Op.RELOAD: StageRunner._reload,
     Op.FULL_BACKWARD: lambda runner, state: runner._run_backward(state, runner.stage.backward),
     Op.INPUT_GRAD: lambda runner, state: runner._run_backward(state, runner.stage.input_grad),

@@ -331,6 +331,8 @@ def _state_problems(program: Program) -> Iterator[Problem]:
             wanted, states[key] = _STATES[act.op]
             if state != wanted:
                 yield _at(program, place, f"{act} needs its {what} {wanted}; here they are {state}")
+            elif act.op is Op.OFFLOAD and key in dropped:
+                yield _at(program, place, f"{act}: its activations are recomputed; leave one out")
 
 
 def _reduction_problems(program: Program) -> Iterator[Problem]:

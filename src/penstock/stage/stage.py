@@ -79,10 +79,9 @@ class MicrobatchState:
         self.offload: ActivationOffload | None = None
         # The state passed to the next chunk of a sequence.
         self.sequence: SequenceState | None = None
-        # The specs of inputs and outputs; the encoded ``out_spec``, if it is to be sent.
+        # The specs of inputs and outputs.
         self.in_spec: BoundarySpec | None = None
         self.out_spec: BoundarySpec | None = None
-        self.metadata: bytes | None = None
         # For each gradient of ``to_send``, whether it is sent at all.
         self.grads_present: tuple[bool, ...] = ()
 
