@@ -275,6 +275,15 @@ def test_costs_of_a_rank_are_divided_among_its_stages(penstock: Command) -> None
     assert penstock("compare", "interleaved-zb", *part).err == ""
 
 
+def test_memory_is_told_where_it_differs_from_the_activations(penstock: Command) -> None:
+    sizes = ("-p", "3", "-m", "6")
+    peaks = "peak activations per rank: 5,5,5"
+    whole = penstock("simulate", "zb-h2", *sizes).out
+    part = penstock("simulate", "zb-h2", *sizes, "--cost", "weight_grad_bytes=0.25").out
+    assert whole.splitlines()[-1] == peaks
+    assert part.splitlines()[-1] == f"{peaks}; memory in activations: 5,3.5,2"
+
+
 def test_copies_on_ranks_of_their_own_hold_less_than_a_stage_for_each(
     penstock: Command, tmp_path: Path
 ) -> None:

@@ -541,3 +541,21 @@ def test_another_output_structure_is_shown() -> None:
     told = rf"embed returned \({shown}, 1\), in its trace \{{'out': {shown}\}}; stages run by"
     with pytest.raises(PartitionError, match=told):
         first(**given)
+
+
+def test_an_example_shows_where_a_module_is_used_that_is_never_called() -> None:
+    class Table(NetBase):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x @ self.table.weight)
+
+    given = batch("NetBase")
+    first, _ = split_by_module(Table(), [2, 2]).stages
+    with pytest.raises(PartitionError, match=r"table.weight lies in stage 1, .* pass example= if"):
+        first(**given)
+    model = Table()
+    first, second = split_by_module(model, [2, 2], given).stages
+    assert torch.equal(second(*first(**given)), model(**given))
