@@ -399,6 +399,21 @@ def test_a_tied_parameter_is_loaded_by_either_name(left: str) -> None:
         pipe.load_state_dict(missing)
 
 
+def test_a_tied_parameter_with_two_values_is_refused() -> None:
+    model = nn.Sequential(OrderedDict(embed=nn.Linear(DIM, DIM), head=nn.Linear(DIM, DIM)))
+    model.head.weight = model.embed.weight
+    pipe = Pipeline(model, ranks=2, n_microbatches=2)
+    state = pipe.state_dict(full=True)
+    state["embed.weight"] += 1
+    with pytest.raises(
+        PartitionError, match=r"embed\.weight and head\.weight differ, but are tied"
+    ):
+        pipe.load_state_dict(state)
+    state["head.weight"] += 1
+    pipe.load_state_dict(state)
+    assert torch.equal(model.embed.weight, state["head.weight"])
+
+
 # --- what is shown, and what is refused ---------------------------------------------------------
 
 

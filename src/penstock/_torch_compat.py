@@ -53,8 +53,8 @@ registries: Callable[[nn.Module], tuple[dict[str, Any], ...]] = attrgetter(
     "_parameters", "_buffers"
 )
 
-# The hooks that run when a gradient has been accumulated; torch does not list them.
-grad_hooks_of: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
+# The hooks that get a gradient, and those that run once it is accumulated; torch lists neither.
+grad_hooks_of: Any = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 # DDP's communication hooks, which it does not list, and the broadcast of the first replica's
 # buffers, which it does in every forward.
@@ -232,8 +232,7 @@ def without_modes(kind: type) -> Iterator[None]:
 @contextmanager
 def without_hooks(*leaves: Tensor) -> Iterator[None]:
     """Disable the gradient hooks of these leaves within a block; torch does not list hooks."""
-    hooks = ((leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves)
-    removed = [(each, dict(each)) for both in hooks for each in both if each]
+    removed = [(each, dict(each)) for leaf in leaves for each in grad_hooks_of(leaf) if each]
     try:
         for each, _ in removed:
             each.clear()
@@ -361,23 +360,18 @@ def pytree_node(
 # They are looked up in sys.modules, since an import takes a second.
 
 
-def _loaded(module_name: str, name: str) -> Any:
+def loaded(module_name: str, name: str) -> Any:
     return getattr(sys.modules.get(module_name), name, ())
 
 
 def is_fsdp(module: object) -> TypeGuard[FSDPModule]:
     """True if ``fully_shard`` was applied to ``module``."""
-    return isinstance(module, _loaded("torch.distributed.fsdp", "FSDPModule"))
-
-
-def is_fsdp1(module: object) -> bool:
-    """True if ``module`` is wrapped in FSDP1."""
-    return isinstance(module, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel"))
+    return isinstance(module, loaded("torch.distributed.fsdp", "FSDPModule"))
 
 
 def is_composable_ddp(module: object) -> bool:
     """True if the DDP-based ``replicate`` was applied to ``module``; its class is not public."""
-    return isinstance(module, _loaded("torch.distributed._composable.replicate", "DDP"))
+    return isinstance(module, loaded("torch.distributed._composable.replicate", "DDP"))
 
 
 def ddp_parameters(module: DistributedDataParallel) -> list[nn.Parameter]:

@@ -135,15 +135,17 @@ def remarks(script: Callable[[], object]) -> list[str]:
 def batches_that_differ(rank: int) -> list[bool]:
     """As a sampler deals them out; a rank may pass what is not used, and is told once."""
 
-    def train(*inputs: Tensor) -> None:
+    def train(*inputs: Tensor, later: int = 0) -> None:
         pipe = Pipeline(make_layers(2), loss_fn=mse, split=[1, 1], n_microbatches=2)
-        for _ in range(2):
-            pipe.step(*inputs, target=batch())
+        for step in range(6):
+            pipe.step(*(each + later * (step > 2) for each in inputs), target=batch())
 
     same, others = remarks(lambda: train(batch())), remarks(lambda: train(batch() + rank))
     none = remarks(lambda: train(*(() if rank else (batch(),))))
+    later = remarks(lambda: train(batch(), later=rank))
     said = "rank 1 was given other inputs than rank 0"
-    return [same == none == [], [said in each for each in others] == [True] * rank]
+    told = [[said in each for each in found] == [True] * rank for found in (others, later)]
+    return [same == none == [], *told]
 
 
 def one_model_in_two_pipelines(rank: int) -> list[bool]:

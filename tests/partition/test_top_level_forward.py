@@ -45,6 +45,21 @@ def trains_alike(model: nn.Module, plain: nn.Module | None = None, **options: An
 # --- on parameters -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("with_input", [False, True])
+def test_assigning_to_data_is_refused(with_input: bool) -> None:
+    class Averages(NetBase):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(DIM))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale.data = self.scale.data * 0.9 + (x.abs().mean(0) if with_input else 0)
+            return super().forward(x) * self.scale
+
+    with pytest.raises(NotByModule, match=r"forward assigns to the \.data of a tensor"):
+        split_by_module(Averages(), [2, 2], {"x": X[:2]})
+
+
 class TiedByList(nn.Module):
     """Uses the weight of a layer that it holds in a list, where no module registers it."""
 

@@ -19,7 +19,7 @@ from penstock.schedule.text import parse_csv
 from penstock.stage.offload import ActivationOffload
 from tests.agreement import ROUNDING, TRAINING, Twins
 from tests.compare import plain_step
-from tests.models import features, gpt, images, mlp, token_loss, tokens
+from tests.models import DIM, features, gpt, images, mlp, token_loss, tokens
 from tests.programs import computed_programs
 
 WAYS = {"recompute": recompute, "offload": offload}
@@ -77,6 +77,25 @@ def test_buffers_are_written_once_and_inputs_are_left(name: str, way: str) -> No
     for step in range(2):
         inputs, target = images(8, step)
         both.step(inputs, target=target)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zbv"])
+def test_a_saved_buffer_that_later_microbatches_write_is_refused(name: str) -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(DIM, DIM)
+            self.register_buffer("scale", torch.ones(DIM))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale.mul_(0.9)
+            return super().forward(x) * self.scale
+
+    ranks = 4 if name == "gpipe" else 2
+    program = offload(build(name, ranks=ranks, microbatches=4))
+    pipe = Pipeline([Scaled() for _ in range(4)], loss_fn=F.mse_loss, schedule=program)
+    inputs, target = features(8, 0)
+    with pytest.raises(StageError, match=r"saved tensor of shape \(6,\) was modified in place"):
+        pipe.step(inputs, target=target)
 
 
 def test_random_numbers_are_drawn_once() -> None:

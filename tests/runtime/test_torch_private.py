@@ -21,11 +21,11 @@ from tests.processes import run_ranks
 
 def test_hooks_on_accumulated_gradients() -> None:
     param = nn.Parameter(torch.ones(2))
-    assert not grad_hooks_of(param)
+    assert not grad_hooks_of(param)[1]
     hook = param.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
-    assert grad_hooks_of(param)
+    assert grad_hooks_of(param)[1]
     hook.remove()
-    assert not grad_hooks_of(param)
+    assert not grad_hooks_of(param)[1]
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -308,6 +309,58 @@ def test_hooks_see_the_gradient_of_the_layer_and_of_the_loss_at_once(schedule: s
             torch.testing.assert_close(p.grad, q.grad)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv"])
+def test_hooks_see_one_gradient_where_some_microbatches_losses_use_the_parameter(
+    schedule: str,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    plain = copy.deepcopy(model)
+    fired: list[str] = []
+
+    def loss_of(each: nn.Sequential) -> Callable[[Tensor, Tensor], Tensor]:
+        weight, calls = each[-1].get_parameter("weight"), itertools.count()
+        weight.register_hook(lambda grad: grad.clamp(-0.05, 0.05))
+
+        def loss_fn(out: Tensor, target: Tensor) -> Tensor:
+            return F.mse_loss(out, target) + (weight.pow(2).sum() if next(calls) % 2 else 0)
+
+        return loss_fn
+
+    loss_fn, plain_loss_fn = loss_of(model), loss_of(plain)
+    weight = model[-1].get_parameter("weight")
+    weight.register_post_accumulate_grad_hook(lambda _: fired.append("weight"))
+    pipe = Pipeline(model, loss_fn=loss_fn, schedule=schedule, ranks=2, n_microbatches=4)
+    inputs, target = torch.randn(8, 3), torch.randn(8, 3)
+    pipe.step(inputs, target=target)
+    plain_step(plain, plain_loss_fn, inputs, target=target, n_microbatches=4)
+    assert len(fired) == 4
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv"])
+def test_a_loss_that_runs_a_backward_of_its_own(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    plain = copy.deepcopy(model)
+
+    def loss_fn(out: Tensor, target: Tensor) -> Tensor:
+        (out.abs().mean() / 4).backward(retain_graph=True)
+        return F.mse_loss(out, target)
+
+    pipe = Pipeline(model, loss_fn=loss_fn, schedule=schedule, ranks=2, n_microbatches=4)
+    inputs, target = torch.randn(8, 3), torch.randn(8, 3)
+    if schedule != "1f1b":
+        with pytest.raises(CannotDeferError, match=r"the module or its loss calls backward\(\)"):
+            pipe.step(inputs, target=target)
+        return
+    pipe.step(inputs, target=target)
+    plain_step(plain, loss_fn, inputs, target=target, n_microbatches=4)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
 def test_an_undeferred_gradient_is_added_once_to_one_that_is_there() -> None:
     torch.manual_seed(0)
     module, inputs = (
@@ -380,6 +433,18 @@ def test_a_compiled_submodule(backend: str) -> None:
         work.accumulate()
     found = gradients(nn.Sequential(first, middle, last), (leaf,))
     assert_same(found, expected, exact=False)
+
+
+def test_a_function_that_is_compiled_on_its_own() -> None:
+    torch.compiler.reset()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def scaled(t: Tensor, weight: Tensor) -> Tensor:
+        return t * t.square().mean(-1, keepdim=True).rsqrt() * weight
+
+    module = Calls(lambda m, t: m.l(scaled(t, m.l.bias)), l=nn.Linear(3, 3))
+    inputs = (x(2, 3),)
+    assert_same(split(module, inputs), plain(module, inputs), exact=False)
 
 
 @pytest.mark.parametrize("target", ["linear", "conv", "matmul"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from penstock.errors import PartitionError
 from penstock.training.checkpoint import load, save
@@ -85,6 +86,21 @@ def test_ranks_killed_while_they_write_leave_no_mixture(tmp_path: Path) -> None:
     assert loaded(tmp_path, ("0", "1")) == {1.0}
 
 
+def be_killed_at_the_end(rank: int, num_ranks: int, path: str) -> None:
+    save(path, layer(1.0))
+
+    def end(*_: object) -> None:
+        os._exit(3)
+
+    FileSystem.rename = end  # type: ignore[method-assign]  # after the new metadata are written
+    save(path, layer(2.0))
+
+
+def test_a_process_killed_at_the_last_moment_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    assert run_ranks(be_killed_at_the_end, 1, str(tmp_path))[0].exit_code == 3
+    assert loaded(tmp_path) == {1.0}
+
+
 def fail_alone(rank: int, num_ranks: int, path: str) -> str:
     model = layer(2.0, str(rank))
     settings = {"odd": WhenWritten(full_disk)} if rank == 1 else {}
@@ -120,6 +136,23 @@ def test_damage_found_by_reading_is_an_error(tmp_path: Path) -> None:
         PartitionError, match=r"can't be read \(rank 0: \w+: .*may have been loaded"
     ):
         load(tmp_path, layer(7.0))
+
+
+def save_stages(rank: int, num_ranks: int, path: str) -> str:
+    """Modules of one name: the same one on both ranks, and one that is a stage of its own."""
+    save(path, layer(1.0))
+    with pytest.raises(PartitionError) as caught:
+        save(path, layer(1.0 + rank))
+    return str(caught.value)
+
+
+def test_modules_with_the_names_but_not_the_values_of_other_ranks_are_refused(
+    tmp_path: Path,
+) -> None:
+    for outcome in run_ranks(save_stages, 2, str(tmp_path)):
+        assert "have the names ['0.bias', '0.weight']" in outcome.result()
+        assert "in a folder of its own" in outcome.result()
+    assert loaded(tmp_path) == {1.0}
 
 
 def save_two(rank: int, num_ranks: int, path: str) -> str:

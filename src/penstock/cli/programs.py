@@ -19,7 +19,6 @@ from penstock.cli.settings import (
 )
 from penstock.errors import ScheduleError
 from penstock.schedule.check import check as check_program
-from penstock.schedule.family import Family
 from penstock.schedule.passes import lower
 from penstock.schedule.program import Program, sizes_text
 from penstock.schedule.registry import family
@@ -68,16 +67,12 @@ def schedules(
         return
     shown = out.table("schedule", "stages, ranks P, microbatches M", "what it is")
     for each in families():
+        where = "rank" if each.num_directions == 1 else "rank and direction"
+        placed = f"{each.arrangement.value}, {each.virtuals_text} per {where}"
+        rules = filter(None, (placed, each.rule, ", ".join(f"{name}=" for name in each.options)))
         summary = f"{each.summary} [dim]{each.source}[/]"
-        shown.add_row(f"[bold]{each.name}[/]", _rules(each), summary)
+        shown.add_row(f"[bold]{each.name}[/]", "; ".join(rules), summary)
     out.print_table(shown)
-
-
-def _rules(each: Family) -> str:
-    where = "rank" if each.num_directions == 1 else "rank and direction"
-    placed = f"{each.arrangement.value}, {each.virtuals_text} per {where}"
-    options = ", ".join(f"{name}=" for name in each.options)
-    return "; ".join(filter(None, (placed, each.rule, options)))
 
 
 @with_options

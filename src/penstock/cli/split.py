@@ -57,6 +57,7 @@ def split(
     # These import NumPy, which no other command needs.
     from penstock.partition.balance.balance import balance
     from penstock.partition.balance.for_program import balance_for, rank_times
+    from penstock.partition.profile import profile
 
     if output is not None:
         toml_path(output).parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +76,9 @@ def split(
             )
     elif ranks is not None or microbatches is not None:
         raise PartitionError("--ranks and --microbatches are those of a --schedule; name one")
-    measured, held = _measure(request, runs), None
+    model, example = load_model(request)
+    with out.console(error=True).status("measuring"):
+        measured, held = profile(model, example, runs=runs), None
     if program is not None and memory_limit is None:
         counts = balance_for(measured, program)
     else:
@@ -90,10 +93,12 @@ def split(
     if as_json:
         typer.echo(json.dumps(plan.to_dict(), indent=2))
         return
-    rows = _rows(measured, counts, None if program is None else placement, held)
-    _print_table(
-        list(rows), f"{plan.model}: {numbers_of(block=len(measured.blocks), stage=stages)}"
-    )
+    rows = [*_rows(measured, counts, None if program is None else placement, held)]
+    title = f"{plan.model}: {numbers_of(block=len(measured.blocks), stage=stages)}"
+    shown = out.table(*rows[0], numbers=_NUMBERS, title=title)
+    for row in rows:
+        shown.add_row(*row.values())
+    out.print_table(shown)
     times, what = rank_times(measured, counts, placement), "stage" if program is None else "rank"
     out.console().print(
         f"slowest {what} [bold]{out.seconds_text(max(times))}[/] per microbatch, forward and "
@@ -103,21 +108,6 @@ def split(
     out.console().print(plan.made, markup=False, soft_wrap=True, style="dim")
     if output is not None:
         typer.echo(f"wrote {output}")
-
-
-def _measure(request: ModelRequest, runs: int) -> Profile:
-    from penstock.partition.profile import profile
-
-    model, example = load_model(request)
-    with out.console(error=True).status("measuring"):
-        return profile(model, example, runs=runs)
-
-
-def _print_table(rows: Sequence[dict[str, str]], title: str) -> None:
-    shown = out.table(*rows[0], numbers=_NUMBERS, title=title)
-    for row in rows:
-        shown.add_row(*row.values())
-    out.print_table(shown)
 
 
 def _rows(

@@ -135,6 +135,7 @@ class PipelineStage(ExchangingStage):
         self._replicas: Replicas | None = None  # None between manual steps
         self._reduces = False  # True if the backward that completes the step reduces
         self._states = {}
+        self.log_prefix = f"[Stage {self.stage_index}]"  # as in torch
         self._forward_contexts: OrderedDict[int, ForwardContext] = OrderedDict()
 
     # --- the context of forwards -------------------------------------------------------------
@@ -212,11 +213,6 @@ class PipelineStage(ExchangingStage):
         """The last stage's outputs by microbatch, for manually run forwards."""
         states = sorted(self._states.items())
         return [state.output for _, state in states if state.output is not None]
-
-    @property
-    def log_prefix(self) -> str:
-        """The stage's name in torch's log."""
-        return f"[Stage {self.stage_index}]"
 
     def backward_one_chunk(
         self,

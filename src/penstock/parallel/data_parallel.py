@@ -116,7 +116,8 @@ def replicas_of(module: nn.Module, shared: Collection[int] = ()) -> Replicas | N
 
 def _find(module: nn.Module, shared: Collection[int]) -> Iterator[Replicas]:
     """Find the outermost wrappers in ``module``, itself included."""
-    if _torch_compat.is_fsdp1(module):
+    fsdp1 = _torch_compat.loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
+    if isinstance(module, fsdp1):
         raise StageError(
             "a stage is wrapped in FullyShardedDataParallel (FSDP1), which reduces gradients after "
             "each backward; use torch.distributed.fsdp.fully_shard instead"

@@ -263,19 +263,16 @@ class ObservedPass:
             return
         tensors = list(tensors_of(output))
         # Without a reference to this pass, which would keep the graph until the garbage collection.
-        arrive = partial(_arrive, self._arrivals, segment, self._clock)
+        arrivals, clock = self._arrivals, self._clock
+
+        def arrive(grad: Tensor) -> None:  # the first gradient counts
+            arrivals.setdefault(segment, clock())
+
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(arrive)  # type: ignore[no-untyped-call]
         if self.keeps_outputs:
             self.outputs[segment] = tensors
-
-
-def _arrive(
-    arrivals: dict[int, float], segment: int, clock: Callable[[], float], grad: Tensor
-) -> None:
-    if segment not in arrivals:
-        arrivals[segment] = clock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -32,7 +32,6 @@ from penstock.runtime.comm.agreement import BatchFacts, check_consistent, digest
 from penstock.runtime.comm.base import Transport
 from penstock.runtime.config import RunConfig
 from penstock.runtime.executor import BoundAction, merge_spans
-from penstock.runtime.microbatch import inputs_digest
 from penstock.runtime.overlap import PairFunction
 from penstock.runtime.shape_ids import RemoteKwargs
 from penstock.runtime.step import StepState
@@ -187,7 +186,7 @@ class Engine:
             # Ranks with different options may interpret the same call differently.
             self._begin_call(call if self._agreed else "the first step() or eval()")
             if not self._agreed:
-                self._agree(step, call)
+                self._agree(call)
             facts, mistake = gather_batch_facts(mine, mistake, self._transport)
         except ScheduleError as error:
             raise error from mistake
@@ -220,7 +219,7 @@ class Engine:
         self._running = None
         return losses
 
-    def _agree(self, step: StepState, call: str) -> None:
+    def _agree(self, call: str) -> None:
         """Check before the first step that all ranks have one program and one set of options."""
         program, config = self.program, self.config
         # Of the requested program, since ranks may differ in sharding and in file names.
@@ -238,7 +237,7 @@ class Engine:
             "the cut of the model": self.layout,
         }
         shown = {"the program": f"{program.name} {text}"}
-        check_consistent(facts, self._transport, shown, inputs_digest(step.args, step.kwargs))
+        check_consistent(facts, self._transport, shown)
         self._shared_params.broadcast_values()
         self._agreed = True
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock._torch_compat import is_zero_tensor
+from penstock._torch_compat import is_zero_tensor, version_of
 from penstock.errors import StageError
 from penstock.stage.device_streams import DeviceStreams, Event, Stream
 
@@ -125,15 +125,18 @@ class ActivationOffload:
         address = _address_of(tensor)
         stays = address in self._resident or tensor.device != self._device
         if stays or tensor.is_conj() or tensor.is_neg():
-            return tensor
+            return tensor, version_of(tensor)
         storage = self._storages.get(address)
         if storage is None:
             storage = self._storages[address] = _Storage(tensor.untyped_storage())
         return storage, tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
+        if isinstance(saved[0], Tensor):
+            if version_of(saved[0]) != saved[1]:
+                shape = tuple(saved[0].shape)
+                raise StageError(f"a saved tensor of shape {shape} was modified in place")
+            return saved[0]
         storage, dtype, view = saved
         if storage.device is None:
             raise StageError("the backward uses an offloaded activation; reload it first")

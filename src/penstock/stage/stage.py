@@ -252,11 +252,14 @@ class Stage:
         """Input gradients of a microbatch; ``weight_grad`` computes its weight gradients."""
         deferred = state.work
         if deferred is not None:  # recorded by the forward
+            from penstock.stage.weight_grad import find_undeferred, refuse  # few schedules need it
+
             known = self.findings()
             if known.is_outdated:
-                from penstock.stage.weight_grad import find_undeferred  # few schedules need it
-
-                known.undeferred, known.is_outdated = find_undeferred(state.roots), False
+                known.undeferred = find_undeferred(state.roots)
+                known.is_outdated = deferred.has_hooks(self.submod.parameters())
+            if any(leaf.grad is not None for leaf in state.leaves):
+                refuse("backward()")
             deferred.note_undeferred(known.undeferred)
             around = holding_back(deferred.mixed) if deferred.mixed else nullcontext(())
             with deferred, around as held:

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from os import PathLike, fspath
 from pathlib import Path
@@ -111,8 +112,9 @@ def save(
             state["optim"] = flat
         if extra is not None:  # a tuple is one entry; DCP would take a dict apart
             state["extra"] = {str(_rank(group)): (dict(extra), _generator_states(model))}
-        # A plain module is no stage, and may be the same on every rank.
-        stages: dict[str, int] = getattr(type(model), "parameter_stages", lambda _: {})(model)
+        # A plain module may be a stage, or the same on every rank: its values tell.
+        number_of = getattr(type(model), "parameter_stages", partial(_checksums, tensors))
+        stages: dict[str, float] = number_of(model)
         named, folders = zip(*gather_objects(group, (stages, fspath(path))), strict=True)
         if len(set(folders)) > 1:
             listed = ", ".join(f"rank {rank}: {at}" for rank, at in enumerate(folders[:_SHOWN]))
@@ -434,6 +436,14 @@ def _on_all_ranks(group: dist.ProcessGroup | None, function: Callable[[], T]) ->
     return result
 
 
+def _checksums(tensors: Mapping[str, Any], model: Model) -> dict[str, float]:
+    """For each parameter that is no part of a sharded one, a number for some of its elements."""
+    names = (name for name, _ in model.named_parameters() if type(tensors.get(name)) is Tensor)
+    flat = ((name, tensors[name].detach().reshape(-1)) for name in names)
+    some = ((name, each[:: max(1, len(each) // 1000)]) for name, each in flat)
+    return {name: float(each.to(torch.complex128).abs().sum()) for name, each in some}
+
+
 def _refuse(path: Folder, faults: Sequence[str]) -> None:
     if faults:
         raise PartitionError(f"checkpoint {path}: {'; '.join(faults)}")
@@ -463,6 +473,7 @@ class _Writer(FileSystemWriter):
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.fs.rm_file = lambda path: None  # type: ignore[method-assign]  # rename replaces it
         super().finish(metadata, results)
         written = {result.storage_data.relative_path for part in results for result in part}
         for path in Path(self.path).glob("__*.distcp"):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -157,7 +158,7 @@ class ModelState:
         refuse_common(self._value_stages())
         loads: list[tuple[nn.Module, dict[str, Any]]] = []
         known: set[str] = set()
-        missing, misfits = [], []
+        missing, misfits = [], []  # and tied names with different values
         for stage in self._stages:
             loaded = {}
             for name, own, sources in self._values(stage):
@@ -167,6 +168,8 @@ class ModelState:
                     missing.append(sources[1])
                     continue
                 value = state_dict[source]
+                others = [each for each in sources if not _is_same(value, state_dict.get(each))]
+                misfits += [f"{source} and {each} differ, but are tied here" for each in others]
                 if _has_shape(own) and _has_shape(value) and own.shape != value.shape:
                     was, expected = tuple(value.shape), tuple(own.shape)
                     misfits.append(f"{source} has shape {was}, expected {expected}")
@@ -198,17 +201,23 @@ class ModelState:
             yield name, value, [name, plain[name], *same, *tied]
 
 
-def refuse_common(named: Iterable[tuple[str, int]]) -> None:
+def refuse_common(named: Iterable[tuple[str, float]]) -> None:
     """Raise a PartitionError for names that several stages have, given with their stages."""
-    stages: dict[str, set[int]] = {}
+    stages: dict[str, set[float]] = {}
     for name, stage in named:
         stages.setdefault(name, set()).add(stage)
     if names := sorted(name for name, found in stages.items() if len(found) > 1):
         raise PartitionError(
             f"several stages have the names {names[:4]}{', …' if names[4:] else ''}, so one "
-            "state can't hold them all; save and load stage.submod of each stage, or name "
-            "their layers apart"
+            "state can't hold them all; save and load each stage's module by itself, in a folder "
+            "of its own, or name their layers apart"
         )
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """False for two plain tensors with values that differ."""
+    are_plain = all(type(each) in (Tensor, nn.Parameter) for each in (value, other))
+    return value is other or not are_plain or value.is_meta or torch.equal(value, other.to(value))
 
 
 def _has_shape(value: Any) -> bool:

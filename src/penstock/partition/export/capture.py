@@ -16,13 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 
-from penstock._torch_compat import (
-    METADATA_ASSERT,
-    has_backward_hooks,
-    refusing,
-    same_storage,
-    shape_check,
-)
+from penstock import _torch_compat
 from penstock.errors import PartitionError
 from penstock.partition.export.call_form import CallForm, OutputForm
 from penstock.partition.forward.module_state import ModuleSnapshot
@@ -93,7 +87,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] |
             or has an effect that operations would lose, such as a hook.
     """
     for name, module in model.named_modules():
-        if has_backward_hooks(module):
+        if _torch_compat.has_backward_hooks(module):
             raise PartitionError(
                 f"module {name or type(model).__name__!r} has backward hooks, which a captured "
                 "graph would not run; take them off, or cut by module"
@@ -104,7 +98,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] |
     if device.type == "meta":  # the capture then needs only shapes
         form.examples = tuple(example.to("meta") for example in form.examples)
     program = _export(model, form)
-    form.check = shape_check(program, LEAVES, form.names)
+    form.check = _torch_compat.shape_check(program, LEAVES, form.names)
     form.examples = ()
     form.output.computed.clear()
     builder = _GraphBuilder(program, model, form.names, device)
@@ -114,7 +108,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] |
 def _export(model: nn.Module, form: CallForm) -> torch.export.ExportedProgram:
     sizes = [dict.fromkeys(range(t.dim()), torch.export.Dim.AUTO) for t in form.examples]
     try:
-        with refusing(_refuse):
+        with _torch_compat.refusing(_refuse):
             flat, inputs = _FlatCall(model, form), ([*form.examples],)
             return torch.export.export(flat, inputs, dynamic_shapes=(sizes,), strict=False)
     except PartitionError:
@@ -185,7 +179,7 @@ class _GraphBuilder:
                 state[spec.arg.name] = names[id(tensors[target.removeprefix(f"{MODEL}.")])]
             elif kind == "CONSTANT_TENSOR":
                 value = program.constants[target]
-                if any(same_storage(value, param) for param in model.parameters()):
+                if any(_torch_compat.same_storage(value, param) for param in model.parameters()):
                     raise PartitionError(
                         f"the forward reaches a parameter of shape {tuple(value.shape)} by a list "
                         "or a partial, so that it would not train; register it where it is used"
@@ -214,7 +208,7 @@ class _GraphBuilder:
     ) -> list[Any]:
         """Copy the nodes of a graph whose placeholders are in ``env``; return its outputs."""
         for node in module.graph.nodes:
-            if node.op in ("placeholder", "output") or node.target is METADATA_ASSERT:
+            if node.op in ("placeholder", "output") or node.target is _torch_compat.METADATA_ASSERT:
                 continue  # assertions would tie tensors to the capture's device
             if node.op == "get_attr":
                 value = operator.attrgetter(node.target)(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -39,7 +40,6 @@ def check_consistent(
     facts: Mapping[str, Any],
     transport: Transport,
     shown: Mapping[str, str],
-    inputs: tuple[int, int] = (0, 0),
 ) -> None:
     """Compare facts over all ranks by their digests; a collective call.
 
@@ -48,29 +48,16 @@ def check_consistent(
             a mapping, messages show the first entry that differs.
         transport: this rank's connection.
         shown: by fact, a text that messages show in place of the value.
-        inputs: the digest of the first batch (see ``microbatch.inputs_digest``). Different digests
-            are only logged, since they usually, but not always, are a mistake.
 
     Raises:
         ScheduleError: the ranks differ; raised on every rank.
     """
-    rank = transport.rank
     mine = {
         fact: [digest(json.dumps(value)), str(shown.get(fact, value))[:MAX_SHOWN]]
         for fact, value in facts.items()
         if value is not None
     }
-    gathered = transport.all_gather_bytes(json.dumps([mine, *inputs]).encode())
-    stated, kinds, batches = zip(*map(json.loads, gathered), strict=True)
-    first = next((other for other, kind in enumerate(kinds) if kind), rank)
-    if kinds[rank] and kinds[rank] == kinds[first] and batches[rank] != batches[first]:
-        _log.warning(
-            "rank %d was given other inputs than rank %d, whose are used; give every rank of a "
-            "pipeline the same batch (the same seed, and no DistributedSampler over its ranks), "
-            "or no inputs where they are not needed",
-            rank,
-            first,
-        )
+    stated = [*map(json.loads, transport.all_gather_bytes(json.dumps(mine).encode()))]
     for fact, value in facts.items():
         known = {rank: each[fact] for rank, each in enumerate(stated) if fact in each}
         if len({key for key, _ in known.values()}) < 2:
@@ -100,8 +87,9 @@ class BatchFacts(NamedTuple):
 
     Fields: the id of its run conditions; the number of microbatches with rows and the id of its
     inputs, 0 where it has no such arguments; whether all of its stages reduce their gradients; the
-    numbers of rows, and of shards of these, of the tensors that it splits; and, the first time, a
-    description of the keyword arguments that the first stage's rank may lack.
+    numbers of rows, and of shards of these, of the tensors that it splits; the first time, a
+    description of the keyword arguments that the first stage's rank may lack; and in some steps
+    ``microbatch.inputs_digest``.
     """
 
     conditions: int
@@ -110,6 +98,7 @@ class BatchFacts(NamedTuple):
     reduces: bool = True
     rows: Sequence[tuple[int, int]] = ()
     kwargs: str = ""
+    digest: tuple[int, int] = (0, 0)
 
 
 def gather_batch_facts(
@@ -136,7 +125,23 @@ def gather_batch_facts(
             assert failure is not None
             return [], mistake or as_error(failure[1], ())
     by_rank = [BatchFacts(*json.loads(data)) for data in gathered]
+    rank, digests = transport.rank, [tuple(each.digest) for each in by_rank]
+    first = next((other for other, (kind, _) in enumerate(digests) if kind), rank)
+    if digests[rank][0] == digests[first][0] and digests[rank] != digests[first]:
+        _warn_of_other_inputs(transport.schedule_index, rank, first)
     return by_rank, _difference(by_rank)
+
+
+@functools.cache  # once for each schedule
+def _warn_of_other_inputs(schedule_index: int, rank: int, first: int) -> None:
+    """Only logged: usually, but not always, this is a mistake."""
+    _log.warning(
+        "rank %d was given other inputs than rank %d, whose are used; give every rank of a "
+        "pipeline the same batch (the same seed, a generator= of its own for a loader that "
+        "shuffles, no DistributedSampler over its ranks), or no inputs where none are needed",
+        rank,
+        first,
+    )
 
 
 def _difference(by_rank: Sequence[BatchFacts]) -> StageError | None:

@@ -24,14 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import flop_registry
 
-from penstock._torch_compat import (
-    active_mode,
-    compile_graphs,
-    compile_in_place,
-    current_node,
-    deferrable_now,
-    without_modes,
-)
+from penstock import _torch_compat
 from penstock.stage.weight_grad.accumulate import WeightGrads, Weights
 from penstock.stage.weight_grad.deferred_grads import COMPILED_PART_OF, DeferredGrads
 
@@ -66,7 +59,7 @@ def compile_stage(
     """
     if backend not in _BACKENDS:
         raise ValueError(f"backend is {backend!r}, expected one of {', '.join(_BACKENDS)}")
-    compile_in_place(
+    _torch_compat.compile_in_place(
         module,
         backend=_BACKENDS[backend],
         fullgraph=fullgraph,
@@ -102,11 +95,9 @@ def split_backward(module: fx.GraphModule, weights: Collection[int]) -> Halves |
     grads: Sequence[fx.Node | None] = nodes[-1].args[0]
     impure = [node for node in nodes if node.op == "call_function" and node.is_impure()]
     needed = _ancestors([*impure, *(g for i, g in enumerate(grads) if i not in weights)])
-    deferred = [
-        i
-        for i in sorted(weights)
-        if any(_is_heavy(node) for node in _ancestors([grads[i]]) - needed)
-    ]
+    # Matrix products, convolutions and attention: the operations with known FLOPs.
+    heavy = {n for n in nodes if getattr(n.target, "overloadpacket", None) in flop_registry}
+    deferred = [i for i in sorted(weights) if heavy & _ancestors([grads[i]]) - needed]
     if not deferred:
         return None
     results = [grad for i, grad in enumerate(grads) if grad is not None and i in deferred]
@@ -135,11 +126,6 @@ def split_backward(module: fx.GraphModule, weights: Collection[int]) -> Halves |
         saved=saved,
         examples=[node.meta["val"] for node in kept],
     )
-
-
-def _is_heavy(node: fx.Node) -> bool:
-    """True for matrix products, convolutions and attention: the operations with known FLOPs."""
-    return getattr(node.target, "overloadpacket", None) in flop_registry
 
 
 def _ancestors(results: Iterable[fx.Node | None]) -> set[fx.Node]:
@@ -194,11 +180,11 @@ def _compile(
         later = compile(halves.weight_grad, halves.examples)
         return _runner(halves, first, later, [edges[i] for i in halves.deferred])
 
-    compiled = compile_graphs(backend, graph, inputs, options, backward=backward)
+    compiled = _torch_compat.compile_graphs(backend, graph, inputs, options, backward=backward)
 
     def call(*args: Any) -> Any:
         deferring = COMPILED_PART_OF.get()
-        if deferring is None or not deferrable_now():
+        if deferring is None or not _torch_compat.deferrable_now():
             return compiled(*args)
         given = list(args)
         for i in weights:
@@ -229,14 +215,14 @@ def _runner(
 
     def run(args: list[Any]) -> list[Tensor | None]:
         kept = [args[i] for i in halves.saved]
-        deferring = active_mode(DeferredGrads)
-        with without_modes(DeferredGrads) if deferring else nullcontext():
+        deferring = _torch_compat.active_mode(DeferredGrads)
+        with _torch_compat.without_modes(DeferredGrads) if deferring else nullcontext():
             results = list(input_grad(args))
         grads = results[: len(results) - num_carried]
         kept += results[len(grads) :]
         del results
         proxies = deferring.proxies if deferring else {}
-        node = current_node()
+        node = _torch_compat.current_node()
         leaves = [id(getattr(node.next_functions[edge][0], "variable", None)) for edge in edges]
         if all(leaf in proxies for leaf in leaves):
             weights = tuple(proxies[leaf][0] for leaf in leaves)

@@ -43,6 +43,7 @@ from penstock._torch_compat import (
     active_mode,
     compiled_calls,
     deferrable_now,
+    grad_hooks_of,
     is_view,
     observe_grad,
     pop_mode,
@@ -111,6 +112,8 @@ class DeferredGrads(TorchFunctionMode):
         self, func: Func, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """Run ``func``, deferring its weight gradients if it takes a weight."""
+        if torch.compiler.is_dynamo_compiling():  # in a function that is compiled on its own
+            return func(*args, **(kwargs or {}))
         handler = HANDLERS.get(func, generic)
         if handler is generic and not self._may_hold_weight(
             (*args, *kwargs.values()) if kwargs else args
@@ -238,6 +241,11 @@ class DeferredGrads(TorchFunctionMode):
                 record[5].clear()
 
     # --- undeferred parameters ---------------------------------------------------------------
+
+    @staticmethod
+    def has_hooks(parameters: Iterable[Parameter]) -> bool:
+        """True if a parameter has a hook, which must see one gradient, that of all uses."""
+        return any(hooks for param in parameters for hooks in grad_hooks_of(param))
 
     def note_undeferred(self, parameters: Iterable[Parameter]) -> None:
         """Note the parameters that ``find_undeferred`` found, of which the forward may not know."""
