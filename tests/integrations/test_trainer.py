@@ -217,7 +217,7 @@ def test_a_loss_is_told_of_an_evaluation_and_of_the_configuration(tmp_path: Path
         class Told(kind):  # type: ignore[misc, valid-type]
             def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
                 out = model(**inputs)
-                return out.loss + model.config.vocab_size * model.training, out
+                return out.loss * model.config.vocab_size + model.training, out
 
         trainer = run(Told, "llama", str(tmp_path), **options)
         return float(trainer.evaluate()["eval_loss"])

@@ -554,7 +554,7 @@ def test_an_example_shows_where_a_module_is_used_that_is_never_called() -> None:
 
     given = batch("NetBase")
     first, _ = split_by_module(Table(), [2, 2]).stages
-    with pytest.raises(PartitionError, match=r"table.weight lies in stage 1, .* pass example= if"):
+    with pytest.raises(PartitionError, match=r"table.weight lies in stage 1, .* pass example="):
         first(**given)
     model = Table()
     first, second = split_by_module(model, [2, 2], given).stages

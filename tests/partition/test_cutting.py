@@ -135,27 +135,6 @@ class Again(NetBase):
         return self.head(x)
 
 
-def test_blocks_in_lists_of_lists() -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            layers = [[nn.Linear(DIM, DIM) for _ in range(2)] for _ in range(3)]
-            self.groups = nn.ModuleList(map(nn.ModuleList, layers))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for group in self.groups:
-                for layer in group:  # type: ignore[union-attr]
-                    x = torch.tanh(layer(x))
-            return x
-
-    x = torch.ones(4, DIM)
-    for options in ({}, {"example": (x,)}, {"split": "auto", "example": (x,)}):
-        model = Nested()
-        pipe = Pipeline(model, ranks=2, n_microbatches=2, **options)
-        torch.testing.assert_close(pipe.eval(x), model(x))
-        assert pipe.stages[1].submod.get_parameter("groups.2.1.weight") is not None
-
-
 def test_models_not_cut_by_module_are_captured(caplog: pytest.LogCaptureFixture) -> None:
     plain = copy.deepcopy(model := Again())
     with caplog.at_level(logging.INFO, "penstock"):

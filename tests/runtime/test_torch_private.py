@@ -19,13 +19,14 @@ from penstock._torch_compat import (
 from tests.processes import run_ranks
 
 
-def test_hooks_on_accumulated_gradients() -> None:
+def test_hooks_on_gradients() -> None:
     param = nn.Parameter(torch.ones(2))
-    assert not grad_hooks_of(param)[1]
-    hook = param.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
-    assert grad_hooks_of(param)[1]
-    hook.remove()
-    assert not grad_hooks_of(param)[1]
+    for at, register in enumerate((param.register_hook, param.register_post_accumulate_grad_hook)):
+        assert not any(grad_hooks_of(param))
+        hook = register(lambda _: None)
+        assert grad_hooks_of(param)[at] and not grad_hooks_of(param)[1 - at]
+        hook.remove()
+    assert not any(grad_hooks_of(param))
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")

@@ -58,7 +58,7 @@ def load_model(request: ModelRequest) -> tuple[nn.Module, Any]:
     from penstock.stage.pytree import map_tensors
 
     dtype = getattr(torch, request.dtype, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype.is_complex):
         raise PartitionError(f"--dtype {request.dtype} is no dtype for a model, such as float32")
     try:
         torch.empty(0, device=request.device)

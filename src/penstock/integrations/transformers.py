@@ -175,6 +175,11 @@ class PipelineTrainer(Trainer):
             self._run(step, super().training_step, batches, num, loss_kwargs={"num_items": num})
         return self._losses.pop(0)
 
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The whole model's optimizer, of parameters that the pipeline may have replaced."""
+        self.pipelined_model()
+        return super().create_optimizer()
+
     def keep_own(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave the whole model's optimizer with this rank's parameters; its state stays whole."""
         if optimizer is self._optimizer:
@@ -408,9 +413,10 @@ class ReplicaAccelerator(Accelerator):
     def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
         return self.trainer.pipelined_model()
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> Any:
-        self.trainer.keep_own(getattr(optimizer, "optimizer", optimizer))
-        return super().prepare_optimizer(optimizer)
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kw: Any) -> Any:
+        if optimizer is self.trainer.optimizer:
+            self.trainer.keep_own(getattr(optimizer, "optimizer", optimizer))
+        return super().prepare_optimizer(optimizer, *args, **kw)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
         if isinstance(model, PipelinedModel | PlaceholderModel):

@@ -156,13 +156,12 @@ def _repeated_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mo
 
 
 def _is_repeated(module: nn.Module) -> bool:
-    """True for a list of layers, at least half of them of one class, and none itself a list."""
+    """True for a list of layers, at least half of them of one class."""
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) or is_sequential(module)
     members = children(module) if is_list else []
     classes = Counter(type_before_parametrizations(member) for _, member in members)
     most = max(classes.values(), default=0)
-    is_flat = not any(has_no_forward(member) for _, member in members)
-    return is_flat and most >= 2 and 2 * most >= len(members)
+    return most >= 2 and 2 * most >= len(members)
 
 
 def _layers(model: nn.Module) -> tuple[LeafModule, ...]:

@@ -33,7 +33,7 @@ from penstock.stage.pytree import NAMESPACE, flatten, same_value, unflatten
 
 __all__ = [
     "Reducer", "Replicate", "TensorChunkSpec", "check_ready", "num_with_rows", "inputs_digest",
-    "merge_chunks", "split_args_kwargs_into_chunks", "split_tree", "sum_reducer",
+    "merge_chunks", "sample_of", "split_args_kwargs_into_chunks", "split_tree", "sum_reducer",
 ]  # fmt: skip
 
 
@@ -387,11 +387,12 @@ def inputs_digest(
         return 0, 0
     kind = "positional" if args[0] else repr(sorted(kwargs[0]))
     mbs: Sequence[Any] = args if args[0] else kwargs
-    samples = repr([_samples(leaf) for leaf in flatten([mbs[0], mbs[-1]])[0]])
+    samples = repr([sample_of(leaf) for leaf in flatten([mbs[0], mbs[-1]])[0]])
     return zlib.crc32(kind.encode()) + 1, zlib.crc32(samples.encode()) + 1
 
 
-def _samples(leaf: Any) -> Any:
+def sample_of(leaf: Any) -> Any:
+    """Shape, dtype and some bytes of a plain tensor with values; None for anything else."""
     if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.device.type == "meta":
         return None
     flat = leaf.detach().reshape(-1)

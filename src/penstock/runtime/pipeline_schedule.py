@@ -34,7 +34,7 @@ __all__ = ["PipelineSchedule", "group_of"]
 # number is an id.
 _num_made: Counter[str] = Counter()
 
-# What torch's schedules call or read on themselves.
+# Names that torch's schedules call or read on themselves.
 _ONLY_IN_TORCH = (
     "_step_microbatches", "_split_inputs", "_check_inputs", "_compute_loss", "_maybe_compute_loss",
     "_maybe_get_loss", "_update_losses", "_merge_outputs", "_loss_fn", "_has_backward",
@@ -358,12 +358,12 @@ def group_of(stages: Sequence[PipelineStage]) -> dist.ProcessGroup | None:
 
 
 def _refuse_overrides(schedule: PipelineSchedule, stages: Sequence[PipelineStage]) -> None:
-    """Refuse what is overridden or assigned by torch's name, and would have no effect here."""
+    """Refuse overrides and attributes of torch's names, which would have no effect."""
     for name in _ONLY_IN_TORCH:
-        if hasattr(schedule, name):
+        if name in vars(schedule) or hasattr(type(schedule), name):
             raise ScheduleError(
-                f"{type(schedule).__name__} has a {name} of its own, which is not used: pass the "
-                "loss as loss_fn=, call eval() for forwards alone, set pipeline_order for an order"
+                f"{type(schedule).__name__} has a {name} of its own, which is not used: pass "
+                "loss_fn= or arg_mbs=, call eval() for forwards alone, or set pipeline_order"
             )
     for stage in stages:
         for name in HAND_DRIVEN:

@@ -332,7 +332,7 @@ def _state_problems(program: Program) -> Iterator[Problem]:
             if state != wanted:
                 yield _at(program, place, f"{act} needs its {what} {wanted}; here they are {state}")
             elif act.op is Op.OFFLOAD and key in dropped:
-                yield _at(program, place, f"{act}: its activations are recomputed; leave one out")
+                yield _at(program, place, f"{act} of recomputed activations: leave out either")
 
 
 def _reduction_problems(program: Program) -> Iterator[Problem]:

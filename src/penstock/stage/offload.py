@@ -135,7 +135,7 @@ class ActivationOffload:
         if isinstance(saved[0], Tensor):
             if version_of(saved[0]) != saved[1]:
                 shape = tuple(saved[0].shape)
-                raise StageError(f"a saved tensor of shape {shape} was modified in place")
+                raise StageError(f"a saved tensor of shape {shape} was modified in place; clone it")
             return saved[0]
         storage, dtype, view = saved
         if storage.device is None:

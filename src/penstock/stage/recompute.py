@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from penstock._torch_compat import buffers_of, version_of
+from penstock._torch_compat import buffers_of, grad_hooks_of, version_of
 from penstock.errors import StageError
 from penstock.stage.rng import preserve_rng_state, random_states, set_random_states
 
@@ -34,6 +34,11 @@ class Findings:
     is_outdated: bool = True  # whether to find these again, as in each step
     compiled: Any = None  # of ``compiled_parts``
     written_buffers: set[_Place] | None = None  # the buffers that it writes into
+
+    def note_undeferred(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Note them for this step; with hooks, which see one gradient, for this microbatch."""
+        self.undeferred = parameters
+        self.is_outdated = any(any(grad_hooks_of(p)) for p in self.module.parameters())
 
 
 class RecomputeContext:

@@ -256,8 +256,7 @@ class Stage:
 
             known = self.findings()
             if known.is_outdated:
-                known.undeferred = find_undeferred(state.roots)
-                known.is_outdated = deferred.has_hooks(self.submod.parameters())
+                known.note_undeferred(find_undeferred(state.roots))
             if any(leaf.grad is not None for leaf in state.leaves):
                 refuse("backward()")
             deferred.note_undeferred(known.undeferred)

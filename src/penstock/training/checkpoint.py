@@ -20,12 +20,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 from uuid import uuid4
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from penstock.cause import default_group, text_of
 from penstock.errors import PartitionError
 from penstock.runtime.comm.process_group import collective_call, gather_objects
+from penstock.runtime.microbatch import sample_of
 from penstock.stage.dtensor import full_tensor, sharded_like
 from penstock.stage.pytree import map_tensors
 from penstock.stage.rng import random_states, set_random_states
@@ -91,8 +92,9 @@ def save(
         group: the participating processes: all by default, or those of one of several pipelines.
 
     Raises:
-        PartitionError: the optimizer has a parameter that the model has not, stages have names
-            in common, or ranks give other paths; on every rank, and nothing was written.
+        PartitionError: the optimizer has a parameter that the model has not, stages have names in
+            common, or ranks give other paths, or plain modules with other parameters by the same
+            names; on every rank, and nothing was written.
         OSError: some rank could not write; on every rank. The previous checkpoint remains.
 
     Examples:
@@ -112,9 +114,11 @@ def save(
             state["optim"] = flat
         if extra is not None:  # a tuple is one entry; DCP would take a dict apart
             state["extra"] = {str(_rank(group)): (dict(extra), _generator_states(model))}
-        # A plain module may be a stage, or the same on every rank: its values tell.
-        number_of = getattr(type(model), "parameter_stages", partial(_checksums, tensors))
-        stages: dict[str, float] = number_of(model)
+        if isinstance(model, nn.Module):  # a stage, or the same one on every rank: its values tell
+            some = {n: sample_of(state["model"].get(n)) for n, _ in model.named_parameters()}
+            stages = {n: crc32(repr(each).encode()) for n, each in some.items() if each is not None}
+        else:
+            stages = getattr(model, "parameter_stages", dict)()
         named, folders = zip(*gather_objects(group, (stages, fspath(path))), strict=True)
         if len(set(folders)) > 1:
             listed = ", ".join(f"rank {rank}: {at}" for rank, at in enumerate(folders[:_SHOWN]))
@@ -434,14 +438,6 @@ def _on_all_ranks(group: dist.ProcessGroup | None, function: Callable[[], T]) ->
     if failure is not None:
         raise failure
     return result
-
-
-def _checksums(tensors: Mapping[str, Any], model: Model) -> dict[str, float]:
-    """For each parameter that is no part of a sharded one, a number for some of its elements."""
-    names = (name for name, _ in model.named_parameters() if type(tensors.get(name)) is Tensor)
-    flat = ((name, tensors[name].detach().reshape(-1)) for name in names)
-    some = ((name, each[:: max(1, len(each) // 1000)]) for name, each in flat)
-    return {name: float(each.to(torch.complex128).abs().sum()) for name, each in some}
 
 
 def _refuse(path: Folder, faults: Sequence[str]) -> None:

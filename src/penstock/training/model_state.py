@@ -23,6 +23,7 @@ from penstock.partition.plan import abbreviate
 from penstock.partition.ties import Tie, all_names, first_name
 from penstock.runtime.comm.c10d import control_group
 from penstock.runtime.comm.process_group import collective_call, gather_objects
+from penstock.runtime.microbatch import sample_of
 from penstock.schedule.placement import Placement
 from penstock.stage.dtensor import full_tensor, sharded_like
 from penstock.stage.stage import Stage
@@ -152,13 +153,13 @@ class ModelState:
         state dict, as ``state_dict(full=True)`` returns it.
 
         Raises:
-            PartitionError: names are missing, unknown or of another shape, or manually split
-                stages have a name in common. Nothing is loaded.
+            PartitionError: names are missing, unknown or of another shape, tied ones have different
+                values, or manually split stages have a name in common. Nothing is loaded.
         """
         refuse_common(self._value_stages())
         loads: list[tuple[nn.Module, dict[str, Any]]] = []
         known: set[str] = set()
-        missing, misfits = [], []  # and tied names with different values
+        missing, misfits = [], []
         for stage in self._stages:
             loaded = {}
             for name, own, sources in self._values(stage):
@@ -168,8 +169,9 @@ class ModelState:
                     missing.append(sources[1])
                     continue
                 value = state_dict[source]
-                others = [each for each in sources if not _is_same(value, state_dict.get(each))]
-                misfits += [f"{source} and {each} differ, but are tied here" for each in others]
+                if others := {each for each in sources if _differ(value, state_dict.get(each))}:
+                    tied = " and ".join(sorted({source, *others}))
+                    misfits.append(f"{tied} are tied here, and have different values")
                 if _has_shape(own) and _has_shape(value) and own.shape != value.shape:
                     was, expected = tuple(value.shape), tuple(own.shape)
                     misfits.append(f"{source} has shape {was}, expected {expected}")
@@ -179,7 +181,7 @@ class ModelState:
         unknown = [] if self._names is None else sorted(set(state_dict) - known - self._names)
         faults = [f"it lacks {abbreviate(sorted({*missing}))}"] if missing else []
         faults += [f"it has {abbreviate(unknown)}, unknown here"] if unknown else []
-        if faults := faults or misfits:
+        if faults := faults or [*dict.fromkeys(misfits)]:
             raise PartitionError(
                 f"the state does not fit the model: {'; '.join(faults[:4])}"
                 f"{'; …' if faults[4:] else ''}; nothing was loaded: load the state of a model "
@@ -201,9 +203,9 @@ class ModelState:
             yield name, value, [name, plain[name], *same, *tied]
 
 
-def refuse_common(named: Iterable[tuple[str, float]]) -> None:
+def refuse_common(named: Iterable[tuple[str, int]]) -> None:
     """Raise a PartitionError for names that several stages have, given with their stages."""
-    stages: dict[str, set[float]] = {}
+    stages: dict[str, set[int]] = {}
     for name, stage in named:
         stages.setdefault(name, set()).add(stage)
     if names := sorted(name for name, found in stages.items() if len(found) > 1):
@@ -214,10 +216,13 @@ def refuse_common(named: Iterable[tuple[str, float]]) -> None:
         )
 
 
-def _is_same(value: Any, other: Any) -> bool:
-    """False for two plain tensors with values that differ."""
-    are_plain = all(type(each) in (Tensor, nn.Parameter) for each in (value, other))
-    return value is other or not are_plain or value.is_meta or torch.equal(value, other.to(value))
+def _differ(value: Any, other: Any) -> bool:
+    """True for two plain tensors of one kind whose elements differ, to the last bit."""
+    kinds = [sample_of(each) and (each.dtype, each.shape, each.device) for each in (value, other)]
+    if None in kinds or kinds[0] != kinds[1]:
+        return False
+    one, two = (each.detach().reshape(-1).view(torch.uint8) for each in (value, other))
+    return not torch.equal(one, two)
 
 
 def _has_shape(value: Any) -> bool:

@@ -201,7 +201,7 @@ def _refusal(placed: _Placement, ref: ValueRef, at: set[int]) -> str | None:
         case ValueKind.PARAMETER if min(at) < origin:
             return (
                 f"{ref} lies in stage {origin}, but stage {min(at)} computes with it outside of "
-                f"its module; put that into stage {min(at)}, or pass example= if it is never called"
+                f"its module; move it to stage {min(at)}, or, if it is never called, pass example="
             )
     return None
 

@@ -121,7 +121,7 @@ class PlaceholderTensor(Tensor):
     ) -> Any:
         """Run a function; a tensor that receives placeholders in place becomes one itself."""
         kwargs = kwargs or {}
-        if func.__name__ == "__set__" and getattr(func, "__self__", None) is Tensor.data:
+        if getattr(func, "__self__", None) is Tensor.data and func.__name__ == "__set__":
             raise PartitionError(
                 "the top-level forward assigns to the .data of a tensor, which other stages would "
                 "not see; write into it (copy_), or move that code into a module"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -88,8 +87,7 @@ class BatchFacts(NamedTuple):
     Fields: the id of its run conditions; the number of microbatches with rows and the id of its
     inputs, 0 where it has no such arguments; whether all of its stages reduce their gradients; the
     numbers of rows, and of shards of these, of the tensors that it splits; the first time, a
-    description of the keyword arguments that the first stage's rank may lack; and in some steps
-    ``microbatch.inputs_digest``.
+    description of keyword arguments that the first stage's rank may lack; in some steps, a digest.
     """
 
     conditions: int
@@ -127,21 +125,17 @@ def gather_batch_facts(
     by_rank = [BatchFacts(*json.loads(data)) for data in gathered]
     rank, digests = transport.rank, [tuple(each.digest) for each in by_rank]
     first = next((other for other, (kind, _) in enumerate(digests) if kind), rank)
-    if digests[rank][0] == digests[first][0] and digests[rank] != digests[first]:
-        _warn_of_other_inputs(transport.schedule_index, rank, first)
+    is_other = digests[rank][0] == digests[first][0] and digests[rank] != digests[first]
+    if is_other and not transport.has_warned:  # usually, but not always, this is a mistake
+        transport.has_warned = True
+        _log.warning(
+            "rank %d was given other inputs than rank %d, whose are used; give every rank of a "
+            "pipeline the same batch (the same seed, a generator= of its own for a loader that "
+            "shuffles, no DistributedSampler over its ranks), or no inputs where none are needed",
+            rank,
+            first,
+        )
     return by_rank, _difference(by_rank)
-
-
-@functools.cache  # once for each schedule
-def _warn_of_other_inputs(schedule_index: int, rank: int, first: int) -> None:
-    """Only logged: usually, but not always, this is a mistake."""
-    _log.warning(
-        "rank %d was given other inputs than rank %d, whose are used; give every rank of a "
-        "pipeline the same batch (the same seed, a generator= of its own for a loader that "
-        "shuffles, no DistributedSampler over its ranks), or no inputs where none are needed",
-        rank,
-        first,
-    )
 
 
 def _difference(by_rank: Sequence[BatchFacts]) -> StageError | None:

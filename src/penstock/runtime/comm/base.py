@@ -44,6 +44,7 @@ class Transport(ABC):
 
     rank: int
     schedule_index: int = 0
+    has_warned = False  # of a batch that differs from the first rank's
 
     def begin(self, call: str) -> None:
         """Begin a collective call, named alike on every rank."""

@@ -43,7 +43,6 @@ from penstock._torch_compat import (
     active_mode,
     compiled_calls,
     deferrable_now,
-    grad_hooks_of,
     is_view,
     observe_grad,
     pop_mode,
@@ -241,11 +240,6 @@ class DeferredGrads(TorchFunctionMode):
                 record[5].clear()
 
     # --- undeferred parameters ---------------------------------------------------------------
-
-    @staticmethod
-    def has_hooks(parameters: Iterable[Parameter]) -> bool:
-        """True if a parameter has a hook, which must see one gradient, that of all uses."""
-        return any(hooks for param in parameters for hooks in grad_hooks_of(param))
 
     def note_undeferred(self, parameters: Iterable[Parameter]) -> None:
         """Note the parameters that ``find_undeferred`` found, of which the forward may not know."""
