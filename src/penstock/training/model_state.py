@@ -221,7 +221,7 @@ def _differ(value: Any, other: Any) -> bool:
     kinds = [sample_of(each) and (each.dtype, each.shape, each.device) for each in (value, other)]
     if None in kinds or kinds[0] != kinds[1]:
         return False
-    one, two = (each.detach().reshape(-1).view(torch.uint8) for each in (value, other))
+    one, two = (each.detach().flatten().contiguous().view(torch.uint8) for each in (value, other))
     return not torch.equal(one, two)
 
 
