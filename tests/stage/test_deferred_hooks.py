@@ -32,6 +32,8 @@ from tests.stage.deferral_cases import (
     x,
 )
 
+Loss = Callable[[Tensor, Tensor], Tensor]
+
 
 def forward_and_input_grad(module: nn.Module, *inputs: Tensor) -> DeferredGrads:
     """F and I of one microbatch."""
@@ -262,6 +264,21 @@ def test_hooks_see_the_full_gradient_of_an_undeferred_parameter_once(
                 torch.testing.assert_close(p.grad, q.grad)
 
 
+def steps_alike(
+    model: nn.Sequential, plain: nn.Module, loss_fn: Loss, plain_loss_fn: Loss, schedule: str,
+    *, steps: int,
+) -> Iterator[int]:  # fmt: skip
+    """Train over two ranks and by the plain loop; yield each step once the gradients are equal."""
+    pipe = Pipeline(model, loss_fn=loss_fn, schedule=schedule, ranks=2, n_microbatches=4)
+    inputs, target = torch.randn(8, 3), torch.randn(8, 3)
+    for step in range(steps):
+        pipe.step(inputs, target=target)
+        plain_step(plain, plain_loss_fn, inputs, target=target, n_microbatches=4)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+        yield step
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv"])
 def test_hooks_see_the_full_gradient_of_a_parameter_that_is_unfrozen(schedule: str) -> None:
     """In the first steps its use in a custom function is in no graph."""
@@ -272,16 +289,10 @@ def test_hooks_see_the_full_gradient_of_a_parameter_that_is_unfrozen(schedule: s
         for layer in each:
             layer[1].weight.register_hook(lambda grad: grad.clamp(-0.02, 0.02))  # type: ignore[index]
             layer[1].weight.requires_grad_(False)  # type: ignore[index]
-    pipe = Pipeline(model, loss_fn=F.mse_loss, schedule=schedule, ranks=2, n_microbatches=4)
-    inputs, target = torch.randn(8, 3), torch.randn(8, 3)
-    for step in range(3):
-        if step == 1:
+    for step in steps_alike(model, plain, F.mse_loss, F.mse_loss, schedule, steps=3):
+        if step == 0:
             for each in (*model, *plain):
                 each[1].weight.requires_grad_(True)
-        pipe.step(inputs, target=target)
-        plain_step(plain, F.mse_loss, inputs, target=target, n_microbatches=4)
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv"])
@@ -291,7 +302,7 @@ def test_hooks_see_the_gradient_of_the_layer_and_of_the_loss_at_once(schedule: s
     plain = copy.deepcopy(model)
     fired: list[str] = []
 
-    def loss_of(each: nn.Sequential) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss_of(each: nn.Sequential) -> Loss:
         weight = each[-1].get_parameter("weight")
         weight.register_hook(lambda grad: grad.clamp(-0.05, 0.05))
         return lambda out, target: F.mse_loss(out, target) + weight.pow(2).sum() / 2
@@ -299,14 +310,8 @@ def test_hooks_see_the_gradient_of_the_layer_and_of_the_loss_at_once(schedule: s
     loss_fn, plain_loss_fn = loss_of(model), loss_of(plain)
     weight = model[-1].get_parameter("weight")
     weight.register_post_accumulate_grad_hook(lambda _: fired.append("weight"))
-    pipe = Pipeline(model, loss_fn=loss_fn, schedule=schedule, ranks=2, n_microbatches=4)
-    inputs, target = torch.randn(8, 3), torch.randn(8, 3)
-    for step in range(2):
-        pipe.step(inputs, target=target)
-        plain_step(plain, plain_loss_fn, inputs, target=target, n_microbatches=4)
+    for step in steps_alike(model, plain, loss_fn, plain_loss_fn, schedule, steps=2):
         assert len(fired) == 4 * (step + 1)
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -318,7 +323,7 @@ def test_hooks_see_one_gradient_where_some_microbatches_losses_use_the_parameter
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     plain = copy.deepcopy(model)
 
-    def loss_of(each: nn.Sequential) -> tuple[Callable[[Tensor, Tensor], Tensor], list[Tensor]]:
+    def loss_of(each: nn.Sequential) -> tuple[Loss, list[Tensor]]:
         weight, calls, seen = each[-1].get_parameter("weight"), itertools.count(), []
 
         def hook(tensor: Tensor) -> None:  # of the gradient, or of the parameter
@@ -331,17 +336,12 @@ def test_hooks_see_one_gradient_where_some_microbatches_losses_use_the_parameter
         return loss_fn, seen
 
     (loss_fn, seen), (plain_loss_fn, expected) = loss_of(model), loss_of(plain)
-    pipe = Pipeline(model, loss_fn=loss_fn, schedule=schedule, ranks=2, n_microbatches=4)
-    inputs, target = torch.randn(8, 3), torch.randn(8, 3)
-    pipe.step(inputs, target=target)
-    plain_step(plain, plain_loss_fn, inputs, target=target, n_microbatches=4)
+    assert [*steps_alike(model, plain, loss_fn, plain_loss_fn, schedule, steps=1)] == [0]
     assert len(seen) == 4
     if kind == "register_hook":  # in the order of W, or of I for those that it computes
         for gradients in (seen, expected):
             gradients.sort(key=lambda grad: grad.norm().item())
         torch.testing.assert_close(seen, expected)
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv"])
@@ -354,16 +354,12 @@ def test_a_loss_that_runs_a_backward_of_its_own(schedule: str) -> None:
         (out.abs().mean() / 4).backward(retain_graph=True)
         return F.mse_loss(out, target)
 
-    pipe = Pipeline(model, loss_fn=loss_fn, schedule=schedule, ranks=2, n_microbatches=4)
-    inputs, target = torch.randn(8, 3), torch.randn(8, 3)
-    if schedule != "1f1b":
-        with pytest.raises(CannotDeferError, match=r"the module or its loss calls backward\(\)"):
-            pipe.step(inputs, target=target)
+    steps = steps_alike(model, plain, loss_fn, loss_fn, schedule, steps=1)
+    if schedule == "1f1b":
+        assert [*steps] == [0]
         return
-    pipe.step(inputs, target=target)
-    plain_step(plain, loss_fn, inputs, target=target, n_microbatches=4)
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
+    with pytest.raises(CannotDeferError, match=r"the module or its loss calls backward\(\)"):
+        next(steps)
 
 
 def test_an_undeferred_gradient_is_added_once_to_one_that_is_there() -> None:

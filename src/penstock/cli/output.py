@@ -108,7 +108,7 @@ def peaks_text(result: Simulation) -> str:
     text = f"peak activations per rank: {per_rank(result.peak_in_flight)}"
     if result.costs.activation_bytes is not None:
         text += f"; bytes: {per_rank(result.peak_bytes)}"
-    elif result.peak_bytes != result.peak_in_flight:  # weight gradients hold another share
+    elif result.peak_bytes != result.peak_in_flight:  # as by weight_grad_bytes, or slow copies
         text += f"; memory in activations: {per_rank(result.peak_bytes)}"
     return text
 

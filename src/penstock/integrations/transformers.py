@@ -413,10 +413,10 @@ class ReplicaAccelerator(Accelerator):
     def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
         return self.trainer.pipelined_model()
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kw: Any) -> Any:
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if optimizer is self.trainer.optimizer:
             self.trainer.keep_own(getattr(optimizer, "optimizer", optimizer))
-        return super().prepare_optimizer(optimizer, *args, **kw)
+        return super().prepare_optimizer(optimizer, *args, **kwargs)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
         if isinstance(model, PipelinedModel | PlaceholderModel):

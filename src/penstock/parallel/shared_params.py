@@ -221,7 +221,7 @@ class SharedParams:
         for shared in self._shared:
             # Autograd sums over the stages of one rank in stage order.
             is_partial = shared.is_summed or shared.key[0] < self._num_ties
-            if is_partial and any(grad_hooks_of(tensor)[1] for tensor in shared.tensors):
+            if is_partial and any(after for _, after in map(grad_hooks_of, shared.tensors)):
                 raise StageError(
                     f"{shared.label} is shared with other stages and has a post-accumulate-grad "
                     "hook, which would see the gradient of one stage alone; step the optimizer "

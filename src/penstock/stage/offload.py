@@ -121,7 +121,7 @@ class ActivationOffload:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
-        """The storage, dtype and view of a saved tensor; itself if it stays on the device."""
+        """The storage, dtype and view of a saved tensor; itself and its version if it stays."""
         address = _address_of(tensor)
         stays = address in self._resident or tensor.device != self._device
         if stays or tensor.is_conj() or tensor.is_neg():

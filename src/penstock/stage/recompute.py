@@ -35,8 +35,8 @@ class Findings:
     compiled: Any = None  # of ``compiled_parts``
     written_buffers: set[_Place] | None = None  # the buffers that it writes into
 
-    def note_undeferred(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Note them for this step; with hooks, which see one gradient, for this microbatch."""
+    def keep_undeferred(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Keep them for the step. If parameters have hooks, each microbatch finds its own."""
         self.undeferred = parameters
         self.is_outdated = any(any(grad_hooks_of(p)) for p in self.module.parameters())
 

@@ -79,7 +79,6 @@ class MicrobatchState:
         self.offload: ActivationOffload | None = None
         # The state passed to the next chunk of a sequence.
         self.sequence: SequenceState | None = None
-        # The specs of inputs and outputs.
         self.in_spec: BoundarySpec | None = None
         self.out_spec: BoundarySpec | None = None
         # For each gradient of ``to_send``, whether it is sent at all.
@@ -256,7 +255,7 @@ class Stage:
 
             known = self.findings()
             if known.is_outdated:
-                known.note_undeferred(find_undeferred(state.roots))
+                known.keep_undeferred(find_undeferred(state.roots))
             if any(leaf.grad is not None for leaf in state.leaves):
                 refuse("backward()")
             deferred.note_undeferred(known.undeferred)

@@ -23,7 +23,6 @@ from penstock.partition.plan import abbreviate
 from penstock.partition.ties import Tie, all_names, first_name
 from penstock.runtime.comm.c10d import control_group
 from penstock.runtime.comm.process_group import collective_call, gather_objects
-from penstock.runtime.microbatch import sample_of
 from penstock.schedule.placement import Placement
 from penstock.stage.dtensor import full_tensor, sharded_like
 from penstock.stage.stage import Stage
@@ -218,8 +217,10 @@ def refuse_common(named: Iterable[tuple[str, int]]) -> None:
 
 def _differ(value: Any, other: Any) -> bool:
     """True for two plain tensors of one kind whose elements differ, to the last bit."""
-    kinds = [sample_of(each) and (each.dtype, each.shape, each.device) for each in (value, other)]
-    if None in kinds or kinds[0] != kinds[1]:
+    if value is other or type(value) is not Tensor or type(other) is not Tensor or value.is_meta:
+        return False
+    kinds = [(each.layout, each.dtype, each.shape, each.device) for each in (value, other)]
+    if kinds[0] != kinds[1] or value.layout is not torch.strided or value.is_quantized:
         return False
     one, two = (each.detach().flatten().contiguous().view(torch.uint8) for each in (value, other))
     return not torch.equal(one, two)

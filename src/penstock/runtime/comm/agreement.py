@@ -86,8 +86,8 @@ class BatchFacts(NamedTuple):
 
     Fields: the id of its run conditions; the number of microbatches with rows and the id of its
     inputs, 0 where it has no such arguments; whether all of its stages reduce their gradients; the
-    numbers of rows, and of shards of these, of the tensors that it splits; the first time, a
-    description of keyword arguments that the first stage's rank may lack; in some steps, a digest.
+    numbers of rows, and of their shards, of the tensors that it splits; the first time, keyword
+    arguments that the first stage's rank may lack; in some steps, the digest of its inputs.
     """
 
     conditions: int
