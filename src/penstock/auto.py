@@ -33,8 +33,8 @@ from penstock.runtime.comm.c10d import control_group
 from penstock.runtime.comm.process_group import (
     Link,
     collective_call,
-    from_first_rank,
     from_first_replica,
+    from_rank,
     measure_link,
 )
 from penstock.runtime.config import PipelineSpec
@@ -179,8 +179,10 @@ def _choose(spec: PipelineSpec, request: object, choose: Callable[[_Measured], T
         except Exception as error:  # the first rank raises, or steps do
             logger.debug("auto: rank %d could not measure: %s", group.rank(), error)
     shapes = [(name, p.shape) for module in modules for name, p in module.named_parameters()]
-    return from_first_rank(
+    return from_rank(
         group,
+        0,
+        "Pipeline()",
         lambda: from_first_replica(group, (shapes, request), lambda: choose(_measure(spec, link))),
     )
 

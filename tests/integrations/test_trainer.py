@@ -200,6 +200,8 @@ def test_other_mistakes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one process sees 2 GPUs: run one for each"):
         PipelineTrainer(llama(), args)
     args._n_gpu = 0
+    with pytest.raises(ValueError, match="does not support model_init; pass the model"):
+        PipelineTrainer(args=args, model_init=lambda: llama())
     with pytest.raises(TypeError, match="multiple values for keyword argument 'n_microbatches'"):
         PipelineTrainer(llama(), args, pipeline={"n_microbatches": 2})
     with pytest.raises(ValueError, match="replicas=2 does not divide 1 processes"):

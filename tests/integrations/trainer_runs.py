@@ -155,7 +155,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "checkpointing": ({"activation_checkpointing": True}, {}, {}),
     "unclipped": (_UNCLIPPED, {}, {}),
     "no limit": ({"max_grad_norm": 0.0, "optim": "adafactor"}, {}, {}),
-    "model_init": ({}, {"model_init": lambda: llama(), "model": None}, {}),
     "random batches": ({}, {"data_collator": collate_by_rank}, {}),
     "early stopping": (_BEST, {"callbacks": [EarlyStoppingCallback(1)]}, {}),
     "freezing": (_SAVES | {"max_grad_norm": 0.0}, {"callbacks": [Freezing()]}, {}),

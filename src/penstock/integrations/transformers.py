@@ -21,6 +21,7 @@ replicas here. Of the batches that a replica's ranks load, those of its first ra
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import chain, islice
 from typing import Any, cast
 
@@ -37,9 +38,9 @@ from transformers import Trainer, TrainingArguments
 from penstock.errors import StageError
 from penstock.pipeline import Pipeline
 from penstock.runtime.comm.c10d import control_group
-from penstock.runtime.comm.process_group import collective_call, gather_objects
-from penstock.training.checkpoint import load_optimizer_state, plain_optimizer_state
+from penstock.runtime.comm.process_group import collective_call, from_rank
 from penstock.training.clip import clip_grad_norm_
+from penstock.training.optimizer_state import WholeOptimizerState
 
 __all__ = ["PipelineTrainer", "PrefetchingLoader"]
 
@@ -56,6 +57,7 @@ class PipelineTrainer(Trainer):
     ``gradient_accumulation_steps`` is the number of microbatches, ``per_device_train_batch_size``
     the rows of each. In training a rank updates its own stages' parameters of ``self.model``;
     saving, and the end of ``train``, bring all up to date. Checkpoints have Trainer's format.
+    ``trainer.pipeline`` is the ``penstock.Pipeline`` over ``trainer.model``.
 
     Args:
         args, kwargs: of ``transformers.Trainer``.
@@ -71,6 +73,8 @@ class PipelineTrainer(Trainer):
 
     model: nn.Module
     accelerator: ReplicaAccelerator
+    pipelined: PipelinedModel
+    pipeline: Pipeline
     # The stages are moved to their devices, the whole model is not.
     place_model_on_device = property(lambda self: False, lambda self, value: None)
 
@@ -81,24 +85,32 @@ class PipelineTrainer(Trainer):
         pipeline: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._num_replicas, self._options = replicas, dict(pipeline or {})
+        self._num_replicas = replicas
         _refuse(kwargs.get("args", args[1] if len(args) > 1 else None))
-        self._pipelined: PipelinedModel | None = None
         self._batches: list[Any] = []
         self._losses: list[Tensor] = []
-        self._optimizer: torch.optim.Optimizer | None = None  # without Accelerate's wrapper
-        self._param_names: list[list[str]] = []  # of the whole model, by parameter group
-        self._whole_states: list[dict[str, Any]] = []  # of the optimizer, for Trainer to save
+        self._optimizer_state: WholeOptimizerState | None = None
         super().__init__(*args, **kwargs)
-        if self.model_init is None:
-            self.pipelined_model()
+        if self.model_init is not None:
+            raise ValueError("PipelineTrainer does not support model_init; pass the model")
+        mesh, replica_group = self.accelerator.mesh, self.accelerator.replica_group
+        self.pipeline = Pipeline(
+            self.model,
+            loss_fn=self._microbatch_loss,
+            n_microbatches=self.args.gradient_accumulation_steps,
+            scale_grads=False,
+            dynamic_shapes=True,
+            device=self.args.device,
+            group=None if mesh is None else mesh["stage"].get_group(),
+            **{"microbatch_rng": True, **(pipeline or {})},
+        )
+        for stage in self.pipeline.stages if replica_group is not None else ():
+            if any(param.requires_grad for param in stage.submod.parameters()):
+                options: Any = self.accelerator.ddp_handler.to_kwargs()
+                stage.submod = DDP(stage.submod, process_group=replica_group, **options)
+        self.model_wrapped = self.pipelined = PipelinedModel(self.pipeline, self.accelerator)
 
-    # --- the pipeline ------------------------------------------------------------------------
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The pipeline over ``self.model``."""
-        return self.pipelined_model().pipe
+    # --- training ----------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let Trainer take the replicas for its processes."""
@@ -106,31 +118,9 @@ class PipelineTrainer(Trainer):
         self.accelerator = ReplicaAccelerator(self.accelerator, self._num_replicas, self)
         self.gather_function = self.accelerator.gather_for_metrics
 
-    def pipelined_model(self) -> PipelinedModel:
-        """The pipeline of the current model, which ``model_init`` may have made anew."""
-        if self._pipelined is None or self._pipelined.plain[0] is not self.model:
-            mesh, replicas = self.accelerator.mesh, self.accelerator.replica_group
-            pipe = Pipeline(
-                self.model,
-                loss_fn=self._microbatch_loss,
-                n_microbatches=self.args.gradient_accumulation_steps,
-                scale_grads=False,
-                dynamic_shapes=True,
-                device=self.args.device,
-                group=None if mesh is None else mesh["stage"].get_group(),
-                **{"microbatch_rng": True, **self._options},
-            )
-            for stage in pipe.stages if replicas is not None else ():
-                if any(param.requires_grad for param in stage.submod.parameters()):
-                    options: Any = self.accelerator.ddp_handler.to_kwargs()
-                    stage.submod = DDP(stage.submod, process_group=replicas, **options)
-            self._pipelined = PipelinedModel(pipe, self.model, self.accelerator)
-        self.model_wrapped = self._pipelined
-        return self._pipelined
-
     def _run(self, run: Any, step: Any, batches: Any, *args: Any, **options: Any) -> None:
         """Run microbatches, with the arguments with which a step of Trainer's calls the model."""
-        calls, is_training = [], self.pipelined_model().training
+        calls, is_training = [], self.pipelined.training
         for each in batches:
             try:
                 step(PlaceholderModel(self.model).train(is_training), dict(each), *args)
@@ -147,55 +137,33 @@ class PipelineTrainer(Trainer):
         """Trainer's loss for an output of the last stage; outside of autocast, as in Trainer."""
         with torch.autocast(self.args.device.type, enabled=False):
             placeholder = PlaceholderModel(self.model, self.accelerator.in_full_precision(output))
-            placeholder.train(self.pipelined_model().training)
+            placeholder.train(self.pipelined.training)
             if not placeholder.training:
                 return super().prediction_step(placeholder, dict(inputs), True)[0]
             super().training_step(placeholder, dict(inputs), num_items)
         return self.accelerator.loss
 
-    # --- training ----------------------------------------------------------------------------
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
-    ) -> Any:
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of one step, as the pipeline's first rank loads them."""
         self._batches = self.accelerator.broadcast(list(islice(epoch_iterator, num_batches)))
         self._losses = []
         return super().get_batch_samples(iter(self._batches), num_batches, device)
 
-    def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
-    ) -> Tensor:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Run all microbatches of a step in its first call; returns the loss of this one."""
         if not self._losses:
             batches, self._batches = self._batches, []
             if not batches or inputs is not batches[0]:
                 raise StageError("training_step() takes the batches of get_batch_samples()")
-            step, num = self.pipelined_model().train().pipe.step, num_items_in_batch
+            step, num = self.pipelined.train().pipe.step, num_items_in_batch
             self._run(step, super().training_step, batches, num, loss_kwargs={"num_items": num})
         return self._losses.pop(0)
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The whole model's optimizer, of parameters that the pipeline may have replaced."""
-        self.pipelined_model()
-        return super().create_optimizer()
-
     def keep_own(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave the whole model's optimizer with this rank's parameters; its state stays whole."""
-        if optimizer is self._optimizer:
-            return
-        self._optimizer, whole, groups = optimizer, self._whole_states, optimizer.param_groups
-        name_of = {id(param): name for name, param in self.model.named_parameters()}
-        if not name_of.keys() >= {id(param) for group in groups for param in group["params"]}:
-            raise ValueError("the optimizer has parameters that the model has not")
-        self._param_names = [[name_of[id(p)] for p in group["params"]] for group in groups]
-        mine = {*map(id, self.pipelined_model().parameters())}
-        for group in groups:
-            group["params"] = [param for param in group["params"] if id(param) in mine]
-        for param in [param for param in optimizer.state if id(param) not in mine]:
-            del optimizer.state[param]  # Adagrad makes its state at once
-        optimizer.register_state_dict_post_hook(lambda *_: whole.pop() if whole else None)
-        optimizer.register_load_state_dict_pre_hook(self._load_whole_state)
+        """Leave the optimizer with this rank's parameters; the state that it saves is whole."""
+        if self._optimizer_state is None or self._optimizer_state.optimizer is not optimizer:
+            own, group = self.pipelined.parameters(), self.accelerator.pipeline_group
+            self._optimizer_state = WholeOptimizerState(self.model, optimizer, own, group)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """The rows of a step: those of all replicas, not of all processes."""
@@ -224,7 +192,7 @@ class PipelineTrainer(Trainer):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
         """Evaluate a batch as one microbatch; every rank gets its loss, and its outputs."""
-        pipelined, step = self.pipelined_model().eval(), super().prediction_step
+        pipelined, step = self.pipelined.eval(), super().prediction_step
         if not prediction_loss_only:
             return step(pipelined, self.accelerator.broadcast(inputs), False, ignore_keys)
         if not self._losses:
@@ -237,59 +205,34 @@ class PipelineTrainer(Trainer):
 
     def sync_model(self) -> None:
         """Bring ``self.model`` up to date on every rank; a collective call."""
-        pipelined, group = self._pipelined, self.accelerator.pipeline_group
-        if pipelined is None or pipelined.plain[0] is not self.model or group is None:
-            return
-        local = pipelined.pipe.state_dict()
-        with collective_call(group, "sync_model()"), torch.no_grad():
-            by_rank = gather_objects(group, list(local))
-            owners = {name: i for i in reversed(range(group.size())) for name in by_rank[i]}
-            for name, value in self.model.state_dict(keep_vars=True).items():
-                is_frozen = isinstance(value, nn.Parameter) and not value.requires_grad
-                if name not in owners or (is_frozen and name in pipelined.frozen):
-                    continue
-                is_own = owners[name] == group.rank()
-                sent = local[name].cpu() if is_own else torch.empty_like(value, device="cpu")
-                dist.broadcast(sent.detach(), group=group, group_src=owners[name])
-                if not is_own:
-                    value.copy_(sent)
         every = self.model.named_parameters(remove_duplicate=False)
-        pipelined.frozen = {name for name, param in every if not param.requires_grad}
+        frozen = {name for name, param in every if not param.requires_grad}
+        self.pipeline.sync_into(self.model, skip=frozen & self.pipelined.frozen)
+        self.pipelined.frozen = frozen
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model, as ``Trainer.save_model`` does; a collective call."""
         self.sync_model()
         is_checkpoint = _internal_call and self.is_in_train  # not before a push to the hub
-        if is_checkpoint and not self.args.save_only_model and self._optimizer is not None:
-            group, names = self.accelerator.pipeline_group, self._param_names
-            state = plain_optimizer_state(self.model, self._optimizer, names, group=group)
-            self._whole_states[:] = [state] if state and self.args.should_save else []
+        if is_checkpoint and not self.args.save_only_model and self._optimizer_state is not None:
+            self._optimizer_state.gather(keeps=self.args.should_save)
         super().save_model(output_dir, _internal_call)
-
-    def _load_whole_state(self, optimizer: torch.optim.Optimizer, state: Any) -> Any:
-        """Load this rank's part of a whole state; None, for no change, if that is all of it."""
-        sizes = [len(group["params"]) for group in state["param_groups"]]
-        if sizes == [len(group["params"]) for group in optimizer.param_groups]:
-            return None
-        load_optimizer_state(self.model, optimizer, state, chain(*self._param_names))
-        return optimizer.state_dict()
 
 
 def _refuse(args: Any) -> None:
     """Raise a ValueError for settings that are not supported."""
     found = [name for name in _REFUSED if getattr(args, name, None)]
-    if args is not None and args.train_sampling_strategy == "batch_rebalance":
-        found.append("train_sampling_strategy='batch_rebalance'")
     if args is not None and args.accelerator_config.dispatch_batches:
         found.append("dispatch_batches")
+    if args is not None and args.train_sampling_strategy == "batch_rebalance":
+        found.append("train_sampling_strategy='batch_rebalance'")
+    if args is not None and args.n_gpu > 1:  # Trainer would scale losses as for DataParallel
+        seen = f"one process sees {args.n_gpu} GPUs: run one for each"
+        found.append(f"DataParallel ({seen}, or set CUDA_VISIBLE_DEVICES=0)")
     if found:
         raise ValueError(
             f"PipelineTrainer does not support {', '.join(found)}; leave it out: replicas= is for "
             "data parallelism, bf16= for mixed precision, pipeline={'wrap_fn': ...} for compilation"
-        )
-    if args is not None and args.n_gpu > 1:  # Trainer would scale losses as for DataParallel
-        raise ValueError(
-            f"one process sees {args.n_gpu} GPUs: run one for each, or set CUDA_VISIBLE_DEVICES=0"
         )
 
 
@@ -309,7 +252,7 @@ class PlaceholderModel(nn.Module):
 
     def __init__(self, model: nn.Module, *outputs: Any) -> None:
         super().__init__()
-        self.plain, self._outputs = (model,), list(outputs)  # in a tuple, since it is no submodule
+        self._outputs = list(outputs)
         self.config = getattr(model, "config", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -325,12 +268,11 @@ class PlaceholderModel(nn.Module):
 class PipelinedModel(nn.Module):
     """The pipeline as Trainer's wrapped model: this process's stages, and evaluation."""
 
-    def __init__(self, pipe: Pipeline, plain: nn.Module, accelerator: ReplicaAccelerator) -> None:
+    def __init__(self, pipe: Pipeline, accelerator: ReplicaAccelerator) -> None:
         super().__init__()
         self.pipe, self.accelerator = pipe, accelerator
-        self.plain = (plain,)  # in a tuple, since it is no submodule
         self.stages = nn.ModuleList(stage.submod for stage in pipe.stages)
-        self.frozen: set[str] = set()  # the parameters that were when last synchronized
+        self.frozen: set[str] = set()  # the parameters that were so when last synchronized
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the last stage, on every rank; without a graph."""
@@ -411,7 +353,7 @@ class ReplicaAccelerator(Accelerator):
         return super().prepare_data_loader(data_loader, **{**options, "device_placement": False})
 
     def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        return self.trainer.pipelined_model()
+        return self.trainer.pipelined
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if optimizer is self.trainer.optimizer:
@@ -420,7 +362,7 @@ class ReplicaAccelerator(Accelerator):
 
     def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
         if isinstance(model, PipelinedModel | PlaceholderModel):
-            return model.plain[0]
+            return self.trainer.model
         return cast(nn.Module, super().unwrap_model(model, *args, **options))
 
     def backward(self, loss: Tensor, **_: Any) -> None:
@@ -451,9 +393,5 @@ class ReplicaAccelerator(Accelerator):
 
     def broadcast(self, value: Any, rank: int = 0) -> Any:
         """Broadcast a value from a rank of this pipeline; its tensors are then on the CPU."""
-        if self.pipeline_group is None:
-            return value
-        made = [send_to_device(value, "cpu") if self.pipeline_group.rank() == rank else None]
-        with collective_call(self.pipeline_group, "broadcast()"):
-            dist.broadcast_object_list(made, group=self.pipeline_group, group_src=rank)
-        return made[0]
+        make = partial(send_to_device, value, "cpu")
+        return from_rank(self.pipeline_group, rank, "broadcast()", make)

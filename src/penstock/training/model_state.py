@@ -9,7 +9,7 @@ Stages may be wrapped at any time, also after the pipeline is made: names are re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -120,6 +120,29 @@ class ModelState:
             for named in (chain.from_iterable(params), *values):
                 refuse_common(named)
         return {name: value for part in parts for name, value in part.items()}
+
+    def sync_into(self, model: nn.Module, *, skip: Collection[str] = ()) -> None:
+        """Bring the plain model up to date on every rank, tensor by tensor; a collective call.
+
+        Args:
+            model: the plain model, whose parameters this process's stages may share.
+            skip: names, the same on every rank, that are up to date.
+        """
+        group = None if self._group is None else control_group(self._group)
+        if group is None:
+            return
+        local = self.state_dict()
+        with collective_call(group, "sync_into()"), torch.no_grad():
+            by_rank = gather_objects(group, list(local))
+            owners = {name: i for i in reversed(range(group.size())) for name in by_rank[i]}
+            for name, value in model.state_dict(keep_vars=True).items():
+                if name in skip or name not in owners:
+                    continue
+                is_own = owners[name] == group.rank()
+                sent = local[name].cpu() if is_own else torch.empty_like(value, device="cpu")
+                dist.broadcast(sent.detach(), group=group, group_src=owners[name])
+                if not is_own:
+                    value.copy_(sent)
 
     def _local_state(self, keep: Callable[[str], bool], *, full: bool) -> dict[str, Any]:
         """This process's state; if ``full``, copies of whole tensors on the CPU."""

@@ -28,7 +28,7 @@ from penstock.runtime.failure import Peers, record_of
 from penstock.stage.device_streams import indexed
 
 __all__ = [
-    "Link", "chosen_device", "collective_call", "from_first_rank", "from_first_replica",
+    "Link", "chosen_device", "collective_call", "from_rank", "from_first_replica",
     "gather_objects", "make_transport", "measure_link", "process_group",
 ]  # fmt: skip
 
@@ -151,20 +151,20 @@ def from_first_replica(group: dist.ProcessGroup, subject: object, make: Callable
     return result
 
 
-def from_first_rank(group: dist.ProcessGroup | None, make: Callable[[], T]) -> T:
-    """Broadcast the result, or the PenstockError, of ``make`` on the first rank, since its result
-    may differ between ranks; ``group`` is None if all ranks are in this process."""
+def from_rank(group: dist.ProcessGroup | None, rank: int, call: str, make: Callable[[], T]) -> T:
+    """Broadcast the result, or the PenstockError, of ``make`` on one rank, as part of a ``call``;
+    ``group`` is None if all ranks are in this process."""
     if group is None:
         return make()
     made: list[Any] = [None]
-    if group.rank() == 0:
+    if group.rank() == rank:
         try:
             made = [make()]
         except PenstockError as error:
             made = [error]
     control = control_group(group)
-    with collective_call(control, "Pipeline()"):
-        dist.broadcast_object_list(made, src=dist.get_global_rank(group, 0), group=control)
+    with collective_call(control, call):
+        dist.broadcast_object_list(made, group=control, group_src=rank)
     if isinstance(made[0], PenstockError):
         raise made[0]
     result: T = made[0]
