@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 import typer
@@ -14,7 +15,6 @@ from penstock.cli.settings import (
     load_program,
     message_of,
     option,
-    takes_virtual,
     with_options,
 )
 from penstock.errors import ScheduleError
@@ -109,7 +109,7 @@ def _print_timeline(result: Simulation) -> None:
     console.print(out.peaks_text(result), soft_wrap=True)
 
 
-@with_options
+@partial(with_options, omit=("virtual", "option"))
 def compare(
     schedules: Annotated[list[str], typer.Argument(help=_SCHEDULES, metavar="SCHEDULE...")],
     *,
@@ -118,11 +118,11 @@ def compare(
 ) -> None:
     """Compare schedules of one model: time, bubble and memory side by side.
 
-    --virtual and --option go to the schedules that take them. Schedules over --memory are marked;
-    a schedule that can't be built is listed with the reason.
+    Schedules over --memory are marked; one that can't be built is listed with the reason.
     """
     costs, per_rank = settings.costs(), per == "rank"
-    _refuse_unused(schedules, settings)
+    if not [family(each.partition(":")[0]) for each in schedules if not is_file(each)]:
+        settings.refuse_for(" ".join(schedules))
     narrow = out.console().width < _NARROW
     peak = "highest peak" if narrow else "peak per rank"
     times = ("stages per rank", "makespan", "bubble", "span", "span bubble")
@@ -164,7 +164,7 @@ def _simulated(
     name: str, settings: Settings, costs: Costs, per_rank: bool
 ) -> tuple[Simulation, float, str | None]:
     """The simulated step, the stages of a rank's part, and the ranks over the memory limit."""
-    program = load_program(name, settings, lenient=True, per_rank=per_rank)
+    program = load_program(name, settings, among_others=True, per_rank=per_rank)
     share = costs_divisor(program) if per_rank else 1.0
     costs = per_stage_costs(costs, share)
     result = simulate_program(program, costs)
@@ -172,23 +172,6 @@ def _simulated(
     unit = share if costs.activation_bytes is None else 1
     peaks = [peak / unit for peak in result.peak_bytes]
     return result, share, out.over_limit(peaks, settings.memory)
-
-
-def _refuse_unused(sources: list[str], settings: Settings) -> None:
-    """Refuse options that none of the schedules takes."""
-    chosen = [family(each.partition(":")[0]) for each in sources if not is_file(each)]
-    if not chosen:
-        settings.refuse_for(" ".join(sources))
-        return
-    taken = {name for each in chosen for name in each.options}
-    unused = [f"option {name!r}" for name in settings.options() if name not in taken]
-    if not any(takes_virtual(each, settings.virtual) for each in chosen):
-        unused.append(f"--virtual {settings.virtual}")
-    if unused:
-        names = ", ".join(each.name for each in chosen)
-        raise ScheduleError(
-            f"none of {names} takes {', '.join(unused)}; `penstock schedules` lists what each takes"
-        )
 
 
 def check(file: Annotated[str, typer.Argument(help="A program as CSV, in torch's form.")]) -> None:

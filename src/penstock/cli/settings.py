@@ -22,7 +22,7 @@ import typer
 
 from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.check import check
-from penstock.schedule.family import Family, parse_options
+from penstock.schedule.family import parse_options
 from penstock.schedule.program import Program
 from penstock.schedule.registry import family, refuse_options
 from penstock.schedule.text import load_csv
@@ -30,8 +30,7 @@ from penstock.simulate.costs import Cost, Costs, build_for
 from penstock.trace import Trace
 
 __all__ = [
-    "Settings", "is_file", "load", "load_program", "message_of", "option", "takes_virtual",
-    "with_options",
+    "Settings", "is_file", "load", "load_program", "message_of", "option", "with_options",
 ]  # fmt: skip
 
 _SUFFIXES = (".csv", ".json")
@@ -202,16 +201,16 @@ def load_program(source: str, settings: Settings, **how: bool) -> Program:
 
 
 def load(
-    source: str, settings: Settings, *, lenient: bool = False, per_rank: bool = False
+    source: str, settings: Settings, *, among_others: bool = False, per_rank: bool = False
 ) -> Program | Trace:
     """Load a program or a trace from a file, or build a schedule; does not check the program.
 
-    With ``lenient``, options that this schedule does not take are dropped, as when comparing
-    several. With ``per_rank``, costs are those of a rank's whole part of the model.
+    ``among_others`` allows options that a file has no use for, but schedules beside it have. With
+    ``per_rank``, costs are those of a rank's whole part of the model.
     """
     if not is_file(source):
-        return _build(source, settings, lenient, per_rank)
-    if not lenient:
+        return _build(source, settings, per_rank)
+    if not among_others:
         settings.refuse_for(source)
     if Path(source).suffix.lower() != ".json":
         return load_csv(source)
@@ -223,20 +222,10 @@ def load(
         raise ScheduleError(f"{source}: {error}") from error
 
 
-def _build(source: str, settings: Settings, lenient: bool, per_rank: bool) -> Program:
+def _build(source: str, settings: Settings, per_rank: bool) -> Program:
     name, colon, own = source.partition(":")
     chosen, options, sizes = family(name), settings.options(), settings.sizes()
-    if lenient:
-        options = {key: value for key, value in options.items() if key in chosen.options}
-        sizes["virtual"] = settings.virtual if takes_virtual(chosen, settings.virtual) else None
     options |= parse_options(own.split(",")) if colon else {}
     sizes["virtual"] = options.pop("virtual", sizes["virtual"])
     refuse_options(chosen, options)
     return build_for(settings.costs(), name, per_rank=per_rank, **sizes, **options)
-
-
-def takes_virtual(chosen: Family, virtual: int | None) -> bool:
-    """True if a family works with ``virtual`` stages per rank; None stands for its default."""
-    if virtual is None:
-        return True
-    return virtual >= 1 if chosen.virtuals is None else virtual in chosen.virtuals
