@@ -45,7 +45,7 @@ class Plan:
         2
         >>> plan.stage_of("layers.1.norm.weight")
         1
-        >>> Plan.from_toml(plan.to_toml()) == plan
+        >>> Plan.from_dict(plan.to_dict()) == plan
         True
     """
 
@@ -130,7 +130,10 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a ``.toml`` file; another suffix raises a PartitionError."""
-        toml_path(path).write_text(self.to_toml(), encoding="utf-8")
+        import tomli_w  # lazy, as is tomllib: most processes read and write no plan
+
+        text = tomli_w.dumps(self.to_dict(), multiline_strings=False)
+        toml_path(path).write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -139,34 +142,17 @@ class Plan:
         Raises:
             PartitionError: there is no such file, or it holds no plan.
         """
-        path = toml_path(path)
-        try:
-            return cls.from_toml(path.read_text(encoding="utf-8-sig"))
-        except FileNotFoundError as error:
-            raise PartitionError(f"{path}: no such plan; `penstock split -o` writes one") from error
-        except (PartitionError, OSError, UnicodeDecodeError) as error:
-            raise PartitionError(f"{path}: {error}") from error
-
-    def to_toml(self) -> str:
-        """The plan as TOML."""
-        import tomli_w  # lazy, as is tomllib: most processes read and write no plan
-
-        return tomli_w.dumps(self.to_dict(), multiline_strings=False)
-
-    @classmethod
-    def from_toml(cls, text: str) -> Plan:
-        """Parse the text of ``to_toml``.
-
-        Raises:
-            PartitionError: the text is not TOML, or no plan.
-        """
         import tomllib
 
+        path = toml_path(path)
         try:
-            data = tomllib.loads(text)
+            return cls.from_dict(tomllib.loads(path.read_text(encoding="utf-8-sig")))
+        except FileNotFoundError as error:
+            raise PartitionError(f"{path}: no such plan; `penstock split -o` writes one") from error
+        except (PartitionError, OSError) as error:
+            raise PartitionError(f"{path}: {error}") from error
         except (ValueError, RecursionError) as error:
-            raise PartitionError(f"not TOML: {error}") from error
-        return cls.from_dict(data)
+            raise PartitionError(f"{path}: not TOML: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, in the form of a file."""
