@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -197,6 +198,18 @@ def test_a_float_that_chooses_modules_is_an_error() -> None:
     pipe.step(batch("Choosing")["x"], 0.5)
     with pytest.raises(PartitionError, match=r"nor on floats.*an int, a bool or a str may choose"):
         pipe.step(batch("Choosing")["x"], 1.0)
+
+
+def test_an_argument_that_can_not_be_sent_is_an_error() -> None:
+    class Scaled(NetBase):
+        def forward(self, x: Tensor, scale: Any) -> Tensor:
+            return super().forward(x * float(scale.item()))
+
+    first = split_by_module(Scaled(), ["blocks.2"]).stages[0]
+    with pytest.raises(
+        PartitionError, match=r"called with a value that can't be .* numpy\.ndarray"
+    ):
+        first(batch("Scaled")["x"], np.ones(()))
 
 
 def test_without_an_example_the_first_batch_is_one() -> None:

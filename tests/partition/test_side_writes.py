@@ -516,6 +516,22 @@ def test_state_of_the_top_level_forward(
     assert type(model.ema) is Tensor and model.ema == 0
 
 
+class Counts(Net):
+    """Counts its calls in a buffer that it does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_a_count_of_calls_at_top_level() -> None:
+    refused(Counts(), "writes into calls, which lies in stage 0, but no stage computes with it")
+
+
 class Remembers(Net):
     """Keeps of each call what a later one in another form would use, as for generation."""
 

@@ -180,7 +180,8 @@ class BoundProgram:
             self._loss_dtypes[shape_id] = _DTYPES[code] if code >= 0 else None
         dtype = self._loss_dtypes[shape_id]
         if losses is None:
-            losses = torch.zeros(len(step.outputs), dtype=torch.float64, device=self._device)
+            wide = device_streams.widest_float(self._device)
+            losses = torch.zeros(len(step.outputs), dtype=wide, device=self._device)
         losses = losses.to(self._device)  # a user's loss may be elsewhere
         transport.all_reduce(losses)
         return None if dtype is None else losses.to(dtype)

@@ -23,6 +23,7 @@ from penstock.runtime.config import RunConfig
 from penstock.runtime.microbatch import merge_chunks, split_args_kwargs_into_chunks, split_tree
 from penstock.schedule.action import Op
 from penstock.schedule.program import Program
+from penstock.stage.device_streams import widest_float
 from penstock.stage.pytree import flatten, tensors_of, unflatten
 from penstock.stage.stage import Stage, takes_state
 
@@ -65,7 +66,8 @@ class StepState:
         if self.losses is None:
             # A tensor for all: small ones, each kept to the end, would split the memory that large
             # ones free, and the next large ones would need more.
-            self.losses = torch.zeros(len(self.outputs), dtype=torch.float64, device=loss.device)
+            dtype = widest_float(loss.device)
+            self.losses = torch.zeros(len(self.outputs), dtype=dtype, device=loss.device)
             self.loss_dtype = loss.dtype
         self.losses[microbatch] = loss
         self.loss_dtype = torch.promote_types(loss.dtype, self.loss_dtype or loss.dtype)

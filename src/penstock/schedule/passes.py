@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import itemgetter
@@ -118,12 +118,14 @@ def insert_sharding(
             ``unshard_lookahead`` is not between 1 and ``max_active_stages``.
     """
     refuse_present(program, SHARDING, "insert_sharding()")
-    if max_active_stages < 1:
-        raise ScheduleError(f"max_active_stages is {max_active_stages}; at least 1 is needed")
+    if not is_count(max_active_stages):
+        raise ScheduleError(f"max_active_stages is {max_active_stages!r}; at least 1 is needed")
     most, num_ranks = max_active_stages, program.num_ranks
     lookaheads = unshard_lookahead
     if isinstance(lookaheads, int):
         lookaheads = (lookaheads,) * num_ranks
+    elif not isinstance(lookaheads, Sequence):
+        lookaheads = ()
     elif isinstance(lookaheads, str):
         first = {"full": most, "auto": 2}.get(lookaheads, 0)
         lookaheads = tuple(min(first + rank, most) for rank in range(num_ranks))

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["DeviceStreams", "Event", "Stream", "indexed", "streams_of"]
+__all__ = ["DeviceStreams", "Event", "Stream", "indexed", "streams_of", "widest_float"]
 
 Stream: TypeAlias = Any
 Event: TypeAlias = Any
@@ -82,6 +82,11 @@ class DeviceStreams:
 def streams_of(device: torch.device) -> DeviceStreams | None:
     """The streams of a device; None if it has none."""
     return DeviceStreams(device) if device.type == "cuda" else None
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """The floating-point dtype with the most digits; Apple's GPUs have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def indexed(device: torch.device) -> torch.device:

@@ -180,7 +180,9 @@ def test_sharding_is_not_inserted_twice_and_allows_at_least_one_stage() -> None:
         insert_sharding(insert_sharding(program))
     with pytest.raises(ScheduleError, match="max_active_stages is 0; at least 1"):
         insert_sharding(program, max_active_stages=0)
-    for wrong in ("most", (1, 1), (3,), (0,), (), 3):
+    with pytest.raises(ScheduleError, match=r"max_active_stages is 2\.5; at least 1"):
+        insert_sharding(program, max_active_stages=2.5)  # type: ignore[arg-type]
+    for wrong in ("most", (1, 1), (3,), (0,), (), 3, 1.0, None):
         with pytest.raises(ScheduleError, match="a number from 1 to 2, or one for each of 1 ranks"):
             insert_sharding(program, max_active_stages=2, unshard_lookahead=wrong)  # type: ignore[arg-type]
     assert insert_sharding(program, unshard_lookahead=3) == insert_sharding(program)

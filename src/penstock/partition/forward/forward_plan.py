@@ -118,9 +118,10 @@ def plan_forward(
         at = placed.needed.get(ValueRef(ValueKind.PARAMETER, 0, 0, name), set())
         stage = assignment.stage_of(name) or 0
         if at != {stage}:
+            users = f"stages {sorted(at)} compute" if at else "no stage computes"
             raise NotByModule(
                 f"the top-level forward writes into {name}, which lies in stage {stage}, but "
-                f"stages {sorted(at)} compute with it; move that into a module"
+                f"{users} with it; move that into a module"
             )
 
     def crossing(boundary: int) -> tuple[ValueRef, ...]:

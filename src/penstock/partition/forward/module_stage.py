@@ -43,7 +43,8 @@ from penstock.partition.forward.stage_tree import StageTree
 from penstock.partition.huggingface import capture_since, mark, replay
 from penstock.partition.spec import with_remote_kwargs
 from penstock.stage.boundary import TensorMeta
-from penstock.stage.pytree import flatten, unflatten
+from penstock.stage.device_streams import widest_float
+from penstock.stage.pytree import flatten, is_plain, unflatten
 from penstock.stage.rng import random_state, set_random_state
 
 __all__ = ["ModuleStage"]
@@ -109,7 +110,8 @@ class ModuleStage(nn.Module):
             inputs = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor | float)}
             values = {r: inputs[r.leaf] for r in plan.sent_refs if r.kind is ValueKind.INPUT}
             given = [inputs[i] for i in plan.floats]
-            floats = [torch.tensor(given, dtype=torch.float64, device=self._handler.device)]
+            device = self._handler.device
+            floats = [torch.tensor(given, dtype=widest_float(device), device=device)]
         else:
             key, tensors = args
             if key not in self._plans:
@@ -185,7 +187,7 @@ class ModuleStage(nn.Module):
         marks = [
             (leaf.shape, leaf.dtype)
             if isinstance(leaf, Tensor)
-            else (type(leaf), None if isinstance(leaf, float) else leaf)
+            else (type(leaf), leaf if is_plain(leaf) and not isinstance(leaf, float) else None)
             for leaf in leaves
         ]
         return (tree, self.training, autocast_state(self._handler.device), *marks)
