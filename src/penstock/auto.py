@@ -179,12 +179,11 @@ def _choose(spec: PipelineSpec, request: object, choose: Callable[[_Measured], T
         except Exception as error:  # the first rank raises, or steps do
             logger.debug("auto: rank %d could not measure: %s", group.rank(), error)
     shapes = [(name, p.shape) for module in modules for name, p in module.named_parameters()]
-    return from_rank(
-        group,
-        0,
-        "Pipeline()",
-        lambda: from_first_replica(group, (shapes, request), lambda: choose(_measure(spec, link))),
-    )
+
+    def make() -> T:
+        return from_first_replica(group, (shapes, request), lambda: choose(_measure(spec, link)))
+
+    return from_rank(group, 0, "Pipeline()", make)
 
 
 # --- measuring -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Literal
 
@@ -32,7 +33,6 @@ from penstock.trace import Trace
 from penstock.view.palette import SAME_MODEL, SAME_STAGES, amount
 
 __all__ = ["check", "compare", "schedules", "simulate"]
-
 
 _SCHEDULES = (
     "Names, each with options of its own if need be, as in interleaved-1f1b:virtual=4; or files "
@@ -164,7 +164,9 @@ def _simulated(
     name: str, settings: Settings, costs: Costs, per_rank: bool
 ) -> tuple[Simulation, float, str | None]:
     """The simulated step, the stages of a rank's part, and the ranks over the memory limit."""
-    program = load_program(name, settings, among_others=True, per_rank=per_rank)
+    if is_file(name):  # it has no use for the sizes, but a schedule beside it may have
+        settings = replace(settings, ranks=None, microbatches=None)
+    program = load_program(name, settings, per_rank=per_rank)
     share = costs_divisor(program) if per_rank else 1.0
     costs = per_stage_costs(costs, share)
     result = simulate_program(program, costs)

@@ -192,26 +192,22 @@ def is_file(source: str) -> bool:
     return False
 
 
-def load_program(source: str, settings: Settings, **how: bool) -> Program:
+def load_program(source: str, settings: Settings, *, per_rank: bool = False) -> Program:
     """Load or build a program, and check it; the arguments are those of ``load``."""
-    found = load(source, settings, **how)
+    found = load(source, settings, per_rank=per_rank)
     if isinstance(found, Trace):
         raise ScheduleError(f"{source}: a trace, expected a schedule or a file with a program")
     return check(found)
 
 
-def load(
-    source: str, settings: Settings, *, among_others: bool = False, per_rank: bool = False
-) -> Program | Trace:
+def load(source: str, settings: Settings, *, per_rank: bool = False) -> Program | Trace:
     """Load a program or a trace from a file, or build a schedule; does not check the program.
 
-    ``among_others`` allows options that a file has no use for, but schedules beside it have. With
-    ``per_rank``, costs are those of a rank's whole part of the model.
+    With ``per_rank``, costs are those of a rank's whole part of the model.
     """
     if not is_file(source):
         return _build(source, settings, per_rank)
-    if not among_others:
-        settings.refuse_for(source)
+    settings.refuse_for(source)
     if Path(source).suffix.lower() != ".json":
         return load_csv(source)
     from penstock.view.perfetto import from_perfetto

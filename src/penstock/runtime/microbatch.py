@@ -113,11 +113,6 @@ def split_tree(tree: Any, chunks: int, spec: Any = None, seen: Rows | None = Non
     leaves, treedef = flatten(tree, _is_packed)
     specs = _leaf_specs(tree, len(leaves), spec)
     columns = [_split_leaf(leaf, chunks, s, seen) for leaf, s in zip(leaves, specs, strict=True)]
-    # A bare tensor, or a tuple of leaves, needs no optree.
-    if treedef.is_leaf():
-        return list(columns[0])
-    if type(tree) is tuple and treedef.num_nodes == 1 + len(tree) == 1 + len(leaves) > 1:
-        return list(zip(*columns, strict=True))
     return [unflatten(treedef, [c[i] for c in columns]) for i in range(chunks)]
 
 

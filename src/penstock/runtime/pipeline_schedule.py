@@ -29,7 +29,6 @@ from penstock.trace import Trace
 
 __all__ = ["PipelineSchedule", "group_of"]
 
-
 # The schedules made per group, by its key: since every rank makes them in the same order, the
 # number is an id.
 _num_made: Counter[str] = Counter()

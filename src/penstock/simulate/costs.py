@@ -27,7 +27,6 @@ __all__ = [
 Cost: TypeAlias = float | Sequence[float]
 """One number for all stages, or a sequence with one number per stage."""
 
-
 _Stored: TypeAlias = float | tuple[float, ...]
 
 _SWITCHES = ("transfers_overlap", "one_message_at_a_time")

@@ -158,15 +158,9 @@ class BoundarySpec:
 
     def tensors(self, output: Any) -> Sequence[Tensor]:
         """The tensors of a stage's output, which must fit this description, in sent order."""
-        only = self._only
-        if only is not None:  # ``TensorMeta.fits``, on the hot path
+        if self._only is not None:
             value = output[0] if type(output) is tuple and len(output) == 1 else output
-            if (
-                type(value) is Tensor
-                and value.shape == only.shape
-                and value.dtype is only.dtype
-                and (only.requires_grad or not value.requires_grad)
-            ):
+            if type(value) is Tensor and self._only.fits(value):
                 return (value,)
         leaves, tree = pytree.flatten(pytree.as_args(output))
         if tree != self.tree:

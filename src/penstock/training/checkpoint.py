@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from os import PathLike, fspath
@@ -52,6 +52,7 @@ from penstock.training.optimizer_state import (
     named_params,
     optimizer_state,
     plain_optimizer_state,
+    refuse_misfits,
 )
 
 __all__ = ["Model", "load", "load_optimizer_state", "optimizer_state", "plain_optimizer_state"]
@@ -180,11 +181,12 @@ def load(
         found = {name: _empty(saved[f"optim.{name}"]) for name in names}
         lacking = [f"it lacks {p.name}" for p in params if p.settings.keys().isdisjoint(found)]
         rank = str(_rank(group)) if f"extra.{_rank(group)}" in saved else "0"
-        _on_all_ranks(group, lambda: _refuse(path, lacking))
+        _on_all_ranks(group, lambda: refuse_misfits(f"checkpoint {path}", lacking))
         _read(path, {"optim": found}, group)
         # A setting that was not saved, such as a scheduler's, stays as it is.
         settings = {n: found.get(n, p.group[key]) for p in params for n, key in p.settings.items()}
-        _on_all_ranks(group, lambda: _refuse(path, find_conflicts(params, settings)))
+        conflicts = find_conflicts(params, settings)
+        _on_all_ranks(group, lambda: refuse_misfits(f"checkpoint {path}", conflicts))
         # Reads into the model; DCP compares names and shapes on all ranks before it reads.
         states = _empty_states(metadata, {param.name: param.tensor for param in params})
         own: dict[str, Any] = {rank: ({}, {})} if extra is not None else {}
@@ -234,11 +236,6 @@ def _on_all_ranks(group: dist.ProcessGroup | None, function: Callable[[], T]) ->
     if failure is not None:
         raise failure
     return result
-
-
-def _refuse(path: Folder, faults: Sequence[str]) -> None:
-    if faults:
-        raise PartitionError(f"checkpoint {path}: {'; '.join(faults)}")
 
 
 def _rank(group: dist.ProcessGroup | None) -> int:

@@ -24,6 +24,7 @@ from penstock.stage.pytree import map_tensors
 __all__ = [
     "Model", "NamedParam", "WholeOptimizerState", "fill_optimizer", "find_conflicts",
     "load_optimizer_state", "named_params", "optimizer_state", "plain_optimizer_state",
+    "refuse_misfits",
 ]  # fmt: skip
 
 # The state of torch's optimizers that has the parameter's shape.
@@ -80,7 +81,7 @@ def load_optimizer_state(
     by_name = {name: (group, index) for name, (group, index) in zip(named, groups, strict=True)}
     params = named_params(model, optimizer)
     faults = [f"{p.name} is missing" for p in params if p.name not in by_name]
-    _refuse(faults)
+    refuse_misfits("the optimizer's state", faults)
     flat: dict[str, Any] = {}
     for param in params:
         group, index = by_name[param.name]
@@ -96,7 +97,7 @@ def load_optimizer_state(
                 value = value.clone()
             flat[f"state.{param.name}.{key}"] = value
         flat |= {name: group.get(key, param.group[key]) for name, key in param.settings.items()}
-    _refuse([*faults, *find_conflicts(params, flat)])
+    refuse_misfits("the optimizer's state", [*faults, *find_conflicts(params, flat)])
     fill_optimizer(optimizer, params, flat)
 
 
@@ -211,9 +212,10 @@ class WholeOptimizerState:
         return optimizer.state_dict()
 
 
-def _refuse(faults: Sequence[str]) -> None:
+def refuse_misfits(what: str, faults: Sequence[str]) -> None:
+    """Raise a PartitionError about ``what`` if there are faults."""
     if faults:
-        raise PartitionError(f"the optimizer's state: {'; '.join(faults)}")
+        raise PartitionError(f"{what}: {'; '.join(faults)}")
 
 
 class NamedParam(NamedTuple):
