@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, TypeVar
@@ -68,25 +69,10 @@ class PenstockError(Exception):
             self.where = where
             self.args = (f"{where}: {self}",)
 
-    @property
-    def rank(self) -> int | None:
-        """The rank that failed first; None if unavailable."""
-        return self.where.rank
-
-    @property
-    def stage(self) -> int | None:
-        """The stage that was running; None if unavailable."""
-        return self.where.stage
-
-    @property
-    def microbatch(self) -> int | None:
-        """The microbatch that was running; None if unavailable."""
-        return self.where.microbatch
-
-    @property
-    def action(self) -> str | None:
-        """The failed action in text form; None if unavailable."""
-        return self.where.action
+    rank = property(attrgetter("where.rank"), doc="The rank that failed first, or None.")
+    stage = property(attrgetter("where.stage"), doc="The stage that was running, or None.")
+    microbatch = property(attrgetter("where.microbatch"), doc="The microbatch at work, or None.")
+    action = property(attrgetter("where.action"), doc="The failed action as text, or None.")
 
 
 class ScheduleError(PenstockError, ValueError):

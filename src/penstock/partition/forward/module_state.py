@@ -59,7 +59,7 @@ class AttributeValues:
     """The values in the attributes of a module and its submodules, and in containers in them.
 
     They are recorded before each call of a module, and compared after it: in one list, since a
-    layer has hundreds.
+    layer has hundreds. ``containers`` is of ``_containers_of``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -68,9 +68,10 @@ class AttributeValues:
         self.record()
 
     def _watch_containers(self) -> None:
-        self._containers = [each for each in _containers_of(self._module) if each[0]]
+        self.containers = _containers_of(self._module)
+        self._labelled = [each for each in self.containers if each[0]]
         # Views: the values at the time that they are iterated over.
-        values = [x.values() if isinstance(x, dict) else x for _, x in self._containers]
+        values = [x.values() if isinstance(x, dict) else x for _, x in self._labelled]
         self._values: list[Collection[Any]] = values
 
     def record(self) -> None:
@@ -89,7 +90,7 @@ class AttributeValues:
         known = set(map(id, (*self._module.parameters(), *self._module.buffers(), *self._before)))
         found = {
             _join(label, key)
-            for label, container in self._containers
+            for label, container in self._labelled
             for key, value in _items(label, container)
             if id(value) not in known and any(id(t) not in known for t in tensors_in(value))
         }
@@ -109,7 +110,7 @@ class ModuleSnapshot:
         self._values = AttributeValues(module)
         self._before: list[tuple[str, Any, Any]] = [
             (label, x, dict(x) if isinstance(x, dict) else list(x))
-            for label, x in _containers_of(module)
+            for label, x in self._values.containers
         ]
 
     def watch_writes(self) -> None:
