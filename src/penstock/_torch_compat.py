@@ -592,11 +592,6 @@ def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return [value for values in lists for value in values if value is not None]
 
 
-def makes_new_tensors(func: Any) -> bool:
-    """True if no result of an ATen call shares memory with an argument, by its ``_schema``."""
-    return not (func.is_view or func._schema.is_mutable)
-
-
 def in_backward() -> bool:
     """True where autograd runs a backward, as torch.utils.checkpoint asks: no public way tells."""
     return torch._C._current_graph_task_id() >= 0

@@ -85,18 +85,6 @@ class TensorMeta:
             return tensor
         return tensor.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
 
-    def fits(self, tensor: Tensor) -> bool:
-        """True if this describes ``tensor``, which may have been frozen since."""
-        if self.dtensor is not None or type(tensor) is not Tensor:
-            if dtensor_meta(tensor) != self.dtensor:
-                return False
-            tensor = local_part(tensor)
-        return (
-            tensor.shape == self.shape
-            and tensor.dtype is self.dtype
-            and (self.requires_grad or not tensor.requires_grad)
-        )
-
     @property
     def kind(self) -> str:
         """``float32[4,512]``, and of a DTensor how it is placed."""
@@ -160,7 +148,7 @@ class BoundarySpec:
         """The tensors of a stage's output, which must fit this description, in sent order."""
         if self._only is not None:
             value = output[0] if type(output) is tuple and len(output) == 1 else output
-            if type(value) is Tensor and self._only.fits(value):
+            if type(value) is Tensor and _fits(value, self._only):
                 return (value,)
         leaves, tree = pytree.flatten(pytree.as_args(output))
         if tree != self.tree:
@@ -236,10 +224,16 @@ class BoundarySpec:
 
 
 def _fits(leaf: Any, expected: Any) -> bool:
-    if isinstance(expected, TensorMeta):
-        return isinstance(leaf, Tensor) and expected.fits(leaf)
-    alike = type(leaf) is type(expected)
-    return alike and (leaf == expected or repr(leaf) == repr(expected))  # NaN equals NaN
+    """True if a leaf is as expected; a tensor may have been frozen since."""
+    if not isinstance(expected, TensorMeta):
+        alike = type(leaf) is type(expected)
+        return alike and (leaf == expected or repr(leaf) == repr(expected))  # NaN equals NaN
+    if expected.dtensor is not None or type(leaf) is not Tensor:
+        if not isinstance(leaf, Tensor) or dtensor_meta(leaf) != expected.dtensor:
+            return False
+        leaf = local_part(leaf)
+    is_alike = leaf.shape == expected.shape and leaf.dtype is expected.dtype
+    return is_alike and (expected.requires_grad or not leaf.requires_grad)
 
 
 def _shown(leaf: Any) -> str:

@@ -55,8 +55,7 @@ from penstock.training.optimizer_state import (
     refuse_misfits,
 )
 
-__all__ = ["Model", "load", "load_optimizer_state", "optimizer_state", "plain_optimizer_state"]
-__all__ += ["save"]
+__all__ = ["load", "load_optimizer_state", "optimizer_state", "plain_optimizer_state", "save"]
 
 T = TypeVar("T")
 Folder: TypeAlias = str | PathLike[str]

@@ -35,9 +35,7 @@ class Model(Protocol):
     """A ``penstock.Pipeline``, or any ``nn.Module``."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-
     def state_dict(self) -> dict[str, Any]: ...
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
 
 

@@ -31,7 +31,6 @@ from penstock._torch_compat import (
     is_random,
     is_shared,
     is_view,
-    makes_new_tensors,
     mutated_arguments,
     same_storage,
     version_of,
@@ -164,7 +163,7 @@ class PlaceholderTensor(Tensor):
         for target in written:
             target.provenance.refs |= refs
             target.provenance.num_writes += 1
-        if makes_new_tensors(func):
+        if not (written or func.is_view):  # new tensors
             known = _result_on_meta(func, tree, tuple(map(_form_of, leaves)))
             result = optree.tree_map(on_meta, known, none_is_leaf=True)
         else:
