@@ -588,7 +588,7 @@ def uneven(name: str) -> tuple[nn.Module, dict[str, Any]]:
             config = t.T5Config(**sizes, vocab_size=8000, decoder_start_token_id=0, pad_token_id=0)
             return t.T5ForConditionalGeneration(config), batch
         case "vit":
-            config = t.ViTConfig(**small, num_hidden_layers=10, image_size=64, num_labels=8000)
+            config = t.ViTConfig(**small, num_hidden_layers=10, image_size=64, num_labels=40_000)
             return t.ViTForImageClassification(config), {
                 "pixel_values": torch.randn(4, 3, 64, 64),
                 "labels": torch.arange(4),
