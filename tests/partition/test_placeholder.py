@@ -68,6 +68,25 @@ def test_results_are_placeholders(function: Callable[..., Tensor], shape: tuple[
     assert refs_of([function(x, absent("y", 2, 3))]) == {source("y")}
 
 
+def test_the_same_operation_twice_gives_two_tensors() -> None:
+    """Of the same shape, which is computed once; a write into one leaves the other as it is."""
+    first, second = (absent(name, 2, 3) * 2 for name in "xy")
+    first += absent("z", 2, 3)
+    assert refs_of([first]) == {source("x"), source("z")} and refs_of([second]) == {source("y")}
+    (smaller, _), (other, _) = (torch.var_mean(absent(name, 2, 3), 1) for name in "xy")
+    smaller += 1
+    assert (smaller.provenance.num_writes, other.provenance.num_writes) == (1, 0)  # type: ignore[attr-defined]
+
+
+def test_the_same_numbers_of_other_types_give_other_dtypes() -> None:
+    counts = absent("x", 2, dtype=torch.int64)
+    assert [(counts * n).dtype for n in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
+    flags = absent("x", 2, dtype=torch.bool)
+    assert [(flags * n).dtype for n in (1, 1.0, True)] == [torch.int64, torch.float32, torch.bool]
+    of_strides = absent("x", 3, 2).T, absent("x", 2, 3)
+    assert [(x + 1).stride() for x in of_strides] == [(1, 2), (3, 1)]
+
+
 def test_writes_are_recorded_for_views() -> None:
     x = absent("x", 4, 3)
     row = x[1]
