@@ -202,7 +202,8 @@ def _expected(indexed: IndexedProgram, seen: bytearray) -> bytearray:
     """A mark for every id that must occur, given the ids that do."""
     expected, passing = seen[:], indexed.passing()
     expected[indexed.section(Op.FORWARD)] = passing
-    # Byte strings of 0 and 1 as big integers, so that each operation covers all ids at once.
+    # Byte strings of 0 and 1 as big integers, so that each operation covers all ids at once. If of
+    # four microbatches 0101 have B and 0010 have I, then 1101 must have B, and 0010 I and W.
     each = int.from_bytes(passing)
     full, input_grad, weight_grad = (int.from_bytes(seen[indexed.section(op)]) for op in _BACKWARDS)
     split = each & (input_grad | weight_grad) & ~full

@@ -95,7 +95,8 @@ class IndexedProgram:
     def ids(self) -> Iterator[int]:
         """The id of every action, those of overlapped pairs last."""
         steps = chain.from_iterable(self.queues)
-        return chain(filter((0).__le__, steps), *self.overlapped) if self.overlapped else steps
+        actions = (step for step in steps if step >= 0)
+        return chain(actions, *self.overlapped) if self.overlapped else steps
 
     @property
     def num_rows(self) -> int:

@@ -105,7 +105,6 @@ class DependencyReplay:
         # By id of a missing result, the queues that wait for it.
         self._waiting: dict[int, list[int]] = {}
         self._ready = deque(range(len(queues)))
-        self._running = [self._advance(number) for number in range(len(queues))]
         self.done = [-1.0] * num_ids
         self.starts: list[list[float]] = [[] for _ in queues]
         self.ends: list[list[float]] = [[] for _ in queues]
@@ -113,6 +112,7 @@ class DependencyReplay:
         self.awaits: list[int | None] = [None] * len(queues)
         self.turns: list[int] = []
         self._stops: list[int] = []
+        self._running = [self._advance(number) for number in range(len(queues))]
 
     def play(self) -> bool:
         """Run each queue until it ends or waits; return True if all queues have ended."""

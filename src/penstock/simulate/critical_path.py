@@ -72,14 +72,11 @@ class StepCauses:
 
     def critical_path(self) -> tuple[Span, ...]:
         """The computations on the critical path to the last end, by start."""
-        ends = [
-            (max(span.end for span in spans), -rank, index)
-            for rank, steps in enumerate(self._steps)
-            for index, spans in enumerate(steps)
-            if spans[0].action.op in COMPUTE
-        ]
-        _, rank, index = max(ends, default=(0.0, 0, -1))
-        span = self._steps[-rank][index][0] if ends else None
+        steps = [spans for of_rank in self._steps for spans in reversed(of_rank)]
+        computed = [spans for spans in steps if spans[0].action.op in COMPUTE]
+        # Of equal ends the first: the lowest rank's last step.
+        latest = max(computed, key=lambda spans: max(span.end for span in spans), default=None)
+        span = None if latest is None else latest[0]
         found: dict[Action, Span] = {}
         while span is not None and span.action not in found:
             _, rank, index = self._places[span.action]
@@ -97,8 +94,8 @@ class StepCauses:
         if first.action.op in HOST_TRANSFERS:
             # The copy before it in the same direction may have occupied the channel.
             copy = self._before(rank, index, (first.action.op,))
-            ahead = self._steps[rank][copy][0]
-            if copy >= 0 and ahead.end >= first.start - self._pause:
+            ahead = self._steps[rank][copy][0] if copy >= 0 else None
+            if ahead is not None and ahead.end >= first.start - self._pause:
                 return ahead.action
         parts = [span.action for span in spans]
         needed = [

@@ -73,7 +73,7 @@ class _Timeline:
         self.program, self.costs = program, costs
         self.index, self.width = index_program(program), program.num_microbatches
         self.ids = list(self.index.ids())
-        self.rows_used = set(map(self.width.__rfloordiv__, self.ids))
+        self.rows_used = {number // self.width for number in self.ids}
         self.ops = {self.index.op_and_stage(row)[0] for row in self.rows_used}
         self.sends = not self.ops.isdisjoint(TRANSFERS)
         self.durations = [c for op in Op for c in costs.of(op, num_stages=program.num_stages)]

@@ -108,19 +108,20 @@ def save(
             state["optim"] = flat
         if extra is not None:  # a tuple is one entry; DCP would take a dict apart
             state["extra"] = {str(_rank(group)): (dict(extra), _generator_states(model))}
-        if isinstance(model, nn.Module):  # a stage, or the same one on every rank: its values tell
+        # By name the stage of a parameter; in a plain module, a checksum of its values.
+        if isinstance(model, nn.Module):
             some = {n: sample_of(state["model"].get(n)) for n, _ in model.named_parameters()}
-            stages = {n: crc32(repr(each).encode()) for n, each in some.items() if each is not None}
+            owners = {n: crc32(repr(each).encode()) for n, each in some.items() if each is not None}
         else:
-            stages = getattr(model, "parameter_stages", dict)()
-        named, folders = zip(*gather_objects(group, (stages, fspath(path))), strict=True)
+            owners = getattr(model, "parameter_stages", dict)()
+        named, folders = zip(*gather_objects(group, (owners, fspath(path))), strict=True)
         if len(set(folders)) > 1:
             listed = ", ".join(f"rank {rank}: {at}" for rank, at in enumerate(folders[:_SHOWN]))
             raise PartitionError(
                 f"the ranks do not save to one folder ({listed}); for a checkpoint per pipeline, "
                 "pass its process group as group="
             )
-        refuse_common(chain.from_iterable(stages.items() for stages in named))
+        refuse_common(chain.from_iterable(each.items() for each in named))
         with _dcp(path, OSError, "was not written", "an earlier checkpoint there is intact"):
             save_by_name(
                 state,

@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from sys import maxsize
 from typing import Any, TypeVar
 
 import torch
@@ -48,7 +47,8 @@ def chosen_device(requested: torch.device | str | None) -> torch.device:
     device = torch.device(requested)
     if device.type == "cuda" and device.index is None and local_rank is not None:
         # A launcher may make only one GPU visible to each process, as index 0.
-        return torch.device("cuda", int(local_rank) % (torch.cuda.device_count() or maxsize))
+        visible = torch.cuda.device_count()
+        return torch.device("cuda", int(local_rank) % visible if visible else int(local_rank))
     return indexed(device)
 
 
