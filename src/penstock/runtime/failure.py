@@ -173,7 +173,7 @@ class ErrorStore:
         return self._request(append) or cause
 
     def read(self, waited_s: float = math.inf) -> Failure | None:
-        """The failure that ends this call, after so long a wait; infinite if it has failed itself."""
+        """The failure that ends this call, after so long a wait; infinite if it failed itself."""
         return self._request(lambda: self._find(waited_s))
 
     def _find(self, waited_s: float) -> Failure | None:
