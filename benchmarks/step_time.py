@@ -141,7 +141,7 @@ def time_ways(
     """Seconds per step of each way, by round."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    ways = ways_of(rank, schedule, virtual, work, bare)
+    ways = ways_of(rank, schedule, virtual, work, bare, 64 if work == "tiny" else 8)
     for run in ways.values():
         for _ in range(3):
             run()
@@ -160,13 +160,14 @@ def time_ways(
     return times
 
 
-def ways_of(rank: int, schedule: str, virtual: int, work: str, bare: bool) -> dict[str, Way]:
+def ways_of(
+    rank: int, schedule: str, virtual: int, work: str, bare: bool, num_microbatches: int
+) -> dict[str, Way]:
     """A step of each way, by name; all have run once, and give the same gradients.
 
     Raises:
         AssertionError: they do not.
     """
-    num_microbatches = 64 if work == "tiny" else 8
     num_stages = RANKS * virtual
     program = penstock.build(schedule, ranks=RANKS, microbatches=num_microbatches, virtual=virtual)
     mesh = init_device_mesh(

@@ -14,7 +14,7 @@ from tests.processes import run_ranks
 def run_all(rank: int, num_ranks: int) -> list[list[str]]:
     warnings.simplefilter("ignore")
     # It raises where gradients differ.
-    return [list(ways_of(rank, case.schedule, case.virtual, "tiny", True)) for case in TINY]
+    return [list(ways_of(rank, case.schedule, case.virtual, "tiny", True, 8)) for case in TINY]
 
 
 @pytest.mark.skipif(
