@@ -18,11 +18,13 @@ import multiprocessing
 import os
 import random
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -52,6 +54,9 @@ _IMPORTED = (
     "tests.frozen",  # last
 )
 _ENDING_S = 20.0  # the time that a process which has reported waits for the others, and to end
+# To start a process is to look at all that have ended, and an exit code can be read only once: a
+# thread that starts one and a thread that ends one would both read it.
+_READS_EXIT_CODES = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +108,8 @@ def run_ranks(work: Work, num_ranks: int, *args: Any, timeout_s: float = 60) -> 
         own = (there, work, rank, num_ranks, port, args)
         processes.append(context.Process(target=_main, args=own))
         connections.append(here)
-        processes[-1].start()
+        with _READS_EXIT_CODES:
+            processes[-1].start()
         there.close()
     deadline = time.monotonic() + timeout_s
     reports = [_report(connection, deadline) for connection in connections]
@@ -143,12 +149,13 @@ def _report(connection: Any, deadline: float) -> bytes | None:
 
 
 def _outcome(process: Any, report: bytes | None) -> Outcome:
-    process.join(0 if report is None else _ENDING_S)
-    hung = process.is_alive()
-    if hung:
-        process.kill()
-        process.join()
-    exit_code = None if hung else process.exitcode
+    wait([process.sentinel], 0 if report is None else _ENDING_S)
+    with _READS_EXIT_CODES:
+        hung = process.is_alive()
+        if hung:
+            process.kill()
+            process.join()
+        exit_code = None if hung else process.exitcode
     if hung or not report:
         message = "still running at the deadline" if hung else "died"
         return Outcome(error_type="Died", message=message, exit_code=exit_code)
