@@ -102,16 +102,16 @@ def _attempts_in(cases: Sequence[Case], num_ranks: int) -> list[list[list[Attemp
 
 
 def played(
-    cases: tuple[Case, ...], num_ranks: int, *, alone: bool = False
+    cases: tuple[Case, ...], num_ranks: int, launches: int = 4
 ) -> dict[Case, list[list[Attempt]]]:
     """As ``attempts_of``, by case; run once, however many tests look at it.
 
     Args:
         cases: the cases.
         num_ranks: the number of ranks.
-        alone: True for a launch per case.
+        launches: the number of launches at once; cases of one run one after the other.
     """
-    told = _played_once(cases, num_ranks, len(cases) if alone else 4)
+    told = _played_once(cases, num_ranks, launches)
     if isinstance(told, AssertionError):
         raise told
     return told
