@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -9,7 +10,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ from penstock.errors import PenstockError
 from penstock.runtime.comm.c10d import C10dTransport, break_pairs
 from penstock.runtime.failure import READ_INTERVAL_S
 from tests.distributed.attempts import DIM, SOON_S, At, Attempt, attempt
-from tests.processes import run_ranks
+from tests.processes import Outcome, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -45,14 +48,35 @@ def die(rank: int, num_ranks: int, culprit: int, after: int) -> list[tuple[objec
     return [tuple(attempt(step)) for _ in range(after // 4 + 2)]
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "culprit", "after"),
-    # Rank 0 holds the store that the others learn causes from. The first step has its own
-    # exchanges; by forward 9 two steps have passed.
-    [(2, 1, 1), (2, 0, 9), (3, 0, 1), (3, 1, 9), (3, 2, 2), (4, 1, 9)],
-)
+def leave(rank: int, num_ranks: int, culprit: int) -> tuple[object, ...]:
+    """The script of rank ``culprit`` ends after a step, as by a condition that it alone meets."""
+    step = make_step(rank, num_ranks, nn.Linear(DIM, DIM))
+    step()
+    if rank == culprit:
+        sys.exit(0)
+    return tuple(attempt(step))
+
+
+# By number of ranks and culprit; who is killed, also after how many forwards. Rank 0 holds the
+# store that the others learn causes from. The first step has its own exchanges; by forward 9 two
+# steps have passed.
+KILLED = [(2, 1, 1), (2, 0, 9), (3, 0, 1), (3, 1, 9), (3, 2, 2), (4, 1, 9)]
+ENDED = [(3, 0), (3, 1), (3, 2), (2, 1)]
+
+
+@functools.cache
+def outcomes_by_launch() -> dict[tuple[Any, ...], list[Outcome]]:
+    """The outcomes of all cases, four at a time: the ranks that are left mostly wait."""
+    launches: list[tuple[Any, ...]] = [(die, *case) for case in KILLED]
+    launches += [(leave, *case) for case in ENDED]
+    with ThreadPoolExecutor(4) as pool:
+        outcomes = pool.map(lambda launch: run_ranks(*launch), launches)
+        return dict(zip(launches, outcomes, strict=True))
+
+
+@pytest.mark.parametrize(("num_ranks", "culprit", "after"), KILLED)
 def test_a_killed_process_is_noticed_by_all(num_ranks: int, culprit: int, after: int) -> None:
-    outcomes = run_ranks(die, num_ranks, culprit, after)
+    outcomes = outcomes_by_launch()[die, num_ranks, culprit, after]
     assert outcomes[culprit].exit_code == -signal.SIGKILL
     for rank, outcome in enumerate(outcomes):
         if rank == culprit:
@@ -65,18 +89,9 @@ def test_a_killed_process_is_noticed_by_all(num_ranks: int, culprit: int, after:
         assert (after_it.kind, after_it.elapsed_s < 0.5) == ("PeerError", True)
 
 
-def leave(rank: int, num_ranks: int, culprit: int) -> tuple[object, ...]:
-    """The script of rank ``culprit`` ends after a step, as by a condition that it alone meets."""
-    step = make_step(rank, num_ranks, nn.Linear(DIM, DIM))
-    step()
-    if rank == culprit:
-        sys.exit(0)
-    return tuple(attempt(step))
-
-
-@pytest.mark.parametrize(("num_ranks", "culprit"), [(3, 0), (3, 1), (3, 2), (2, 1)])
+@pytest.mark.parametrize(("num_ranks", "culprit"), ENDED)
 def test_the_rank_whose_process_has_ended_is_named(num_ranks: int, culprit: int) -> None:
-    outcomes = run_ranks(leave, num_ranks, culprit)
+    outcomes = outcomes_by_launch()[leave, num_ranks, culprit]
     assert outcomes[culprit].exit_code == 0
     for rank, outcome in enumerate(outcomes):
         if rank != culprit:
