@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from penstock import PipelineStage, Schedule1F1B
 from tests.distributed.attempts import DIM, SOON_S, At, Attempt, attempt
 from tests.distributed.replicas import CPU, WRAPS, make_meshes
-from tests.processes import run_ranks
+from tests.processes import Outcome, run_ranks
 
 # The processes of a 2 × 2 mesh: pipelines (0, 2) and (1, 3), replicas (0, 1) and (2, 3).
 NUM_PROCESSES = 4
@@ -50,15 +52,32 @@ def fail_in_one(
     return [tuple(attempt(step)) for _ in range(after // 4 + 2)]
 
 
-@pytest.mark.parametrize(
-    # Who fails, and after how many forwards: in the first step, or in a later one.
-    ("wrap", "culprit", "after"),
-    [("ddp", 1, 1), ("ddp", 2, 6), ("fsdp", 2, 1), ("fsdp", 1, 6), ("replicate", 0, 6)],
-)
+# The wrapper, who fails, and after how many forwards: in the first step, or in a later one.
+RAISED = [("ddp", 1, 1), ("ddp", 2, 6), ("fsdp", 2, 1), ("fsdp", 1, 6), ("replicate", 0, 6)]
+# Process 0 holds the store that the others learn causes from.
+KILLED = [(wrap, *case) for case in [(3, 1), (0, 5)] for wrap in ("ddp", "fsdp")]
+SILENT = [("ddp", 1, 1), ("fsdp", 1, 1)]
+
+
+@functools.cache
+def outcomes_by_launch() -> dict[tuple[Any, ...], list[Outcome]]:
+    """The outcomes of all cases, two at a time: the processes mostly wait."""
+    by_way = {"raise": RAISED, "die": KILLED, "sleep": SILENT}
+    launches = [
+        (culprit, how, wrap, after)
+        for how, cases in by_way.items()
+        for wrap, culprit, after in cases
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = pool.map(lambda each: run_ranks(fail_in_one, NUM_PROCESSES, *each), launches)
+        return dict(zip(launches, outcomes, strict=True))
+
+
+@pytest.mark.parametrize(("wrap", "culprit", "after"), RAISED)
 def test_an_error_in_one_replica_is_raised_in_the_others(
     wrap: str, culprit: int, after: int
 ) -> None:
-    outcomes = run_ranks(fail_in_one, NUM_PROCESSES, culprit, "raise", wrap, after)
+    outcomes = outcomes_by_launch()[culprit, "raise", wrap, after]
     for process, outcome in enumerate(outcomes):
         *whole, broken, again = (Attempt(*told) for told in outcome.result())
         assert [a.kind for a in whole] == [None] * (after // 4)
@@ -72,14 +91,9 @@ def test_an_error_in_one_replica_is_raised_in_the_others(
         assert (again.kind, again.elapsed_s < 0.5) == ("PeerError", True)
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
-@pytest.mark.parametrize(
-    # Process 0 holds the store that the others learn causes from.
-    ("culprit", "after"),
-    [(3, 1), (0, 5)],
-)
+@pytest.mark.parametrize(("wrap", "culprit", "after"), KILLED)
 def test_a_replica_that_is_killed_is_noticed_by_all(wrap: str, culprit: int, after: int) -> None:
-    outcomes = run_ranks(fail_in_one, NUM_PROCESSES, culprit, "die", wrap, after)
+    outcomes = outcomes_by_launch()[culprit, "die", wrap, after]
     assert outcomes[culprit].exit_code == -signal.SIGKILL
     for process, outcome in enumerate(outcomes):
         if process == culprit:
@@ -91,14 +105,16 @@ def test_a_replica_that_is_killed_is_noticed_by_all(wrap: str, culprit: int, aft
         assert "died" in broken.message
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
-def test_a_silent_replica_is_not_waited_for_beyond_the_deadline(wrap: str) -> None:
-    outcomes = run_ranks(fail_in_one, NUM_PROCESSES, 1, "sleep", wrap, 1)
+@pytest.mark.parametrize(("wrap", "culprit", "after"), SILENT)
+def test_a_silent_replica_is_not_waited_for_beyond_the_deadline(
+    wrap: str, culprit: int, after: int
+) -> None:
+    outcomes = outcomes_by_launch()[culprit, "sleep", wrap, after]
     for process, outcome in enumerate(outcomes):
         broken, _ = (Attempt(*told) for told in outcome.result())
         assert broken.kind == "PeerError"
         assert "within 1 s" in broken.message
-        assert broken.elapsed_s < (SOON_S if process != 1 else 10)
+        assert broken.elapsed_s < (SOON_S if process != culprit else 10)
 
 
 class NoReduction:
