@@ -69,7 +69,7 @@ def test_any_costs_and_limits(problem: SearchProblem) -> None:
 
 @pytest.mark.usefixtures("no_clock")
 def test_uneven_stages_over_all_placements() -> None:
-    found = search(UNEVEN, ranks=4, microbatches=12, memory_limit=8, time_limit_s=2)
+    found = search(UNEVEN, ranks=4, microbatches=12, memory_limit=8, time_limit_s=0.5)
     assert_sound(found, UNEVEN)
     assert found.program.placement in (looped(4, 2), v_shape(4))
     for placement in (looped(4, 2), v_shape(4)):
@@ -80,7 +80,7 @@ def test_uneven_stages_over_all_placements() -> None:
             microbatches=12,
             memory_limit=8,
             placements=[placement],
-            time_limit_s=1,
+            time_limit_s=0.25,
             exact=False,
         )
         assert bounds.makespan <= alone.bound
@@ -186,7 +186,7 @@ def test_a_seed_gives_the_same_program_again(exact: bool) -> None:
     options: dict[str, Any] = {"ranks": 3, "microbatches": 6, "virtual": 2, "memory_limit": 4}
     costs = Costs(forward=[1.0, 1.3, 0.8, 1.1, 0.9, 1.2], weight_grad=0.7, latency=0.1)
     first, again = (
-        search(costs, time_limit_s=0.4, seed=3, exact=exact, **options) for _ in range(2)
+        search(costs, time_limit_s=0.1, seed=3, exact=exact, **options) for _ in range(2)
     )
     assert first == again and first.reproducible
 
@@ -263,7 +263,7 @@ def test_methods_are_at_work_in_the_order_that_is_documented(
 
     for name in order:
         monkeypatch.setattr(engine, name, noting(name))
-    search(UNEVEN, ranks=4, microbatches=6, memory_limit=4, time_limit_s=1)
+    search(UNEVEN, ranks=4, microbatches=6, memory_limit=4, time_limit_s=0.1)
     assert list(dict.fromkeys(began)) == order
 
 
