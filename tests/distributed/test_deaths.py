@@ -66,10 +66,10 @@ ENDED = [(3, 0), (3, 1), (3, 2), (2, 1)]
 
 @functools.cache
 def outcomes_by_launch() -> dict[tuple[Any, ...], list[Outcome]]:
-    """The outcomes of all cases, four at a time: the ranks that are left mostly wait."""
+    """The outcomes of all cases, two at a time: the ranks that are left mostly wait."""
     launches: list[tuple[Any, ...]] = [(die, *case) for case in KILLED]
     launches += [(leave, *case) for case in ENDED]
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(2) as pool:
         outcomes = pool.map(lambda launch: run_ranks(*launch), launches)
         return dict(zip(launches, outcomes, strict=True))
 
