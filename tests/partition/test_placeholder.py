@@ -83,6 +83,11 @@ def test_the_same_numbers_of_other_types_give_other_dtypes() -> None:
     assert [(counts * n).dtype for n in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
     flags = absent("x", 2, dtype=torch.bool)
     assert [(flags * n).dtype for n in (1, 1.0, True)] == [torch.int64, torch.float32, torch.bool]
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert (counts * 1.0).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
     of_strides = absent("x", 3, 2).T, absent("x", 2, 3)
     assert [(x + 1).stride() for x in of_strides] == [(1, 2), (3, 1)]
 

@@ -164,7 +164,7 @@ class PlaceholderTensor(Tensor):
             target.provenance.refs |= refs
             target.provenance.num_writes += 1
         if not (written or func.is_view):  # new tensors
-            known = _result_on_meta(func, tree, tuple(map(_form_of, leaves)))
+            known = _meta_result(func, tree, (torch.get_default_dtype(), *map(_form_of, leaves)))
             result = optree.tree_map(on_meta, known, none_is_leaf=True)
         else:
             lowered: Any = optree.tree_unflatten(tree, [_body(leaf) for leaf in leaves])
@@ -370,11 +370,11 @@ def _form_of(leaf: Any) -> tuple[Any, Any]:
 
 
 @lru_cache(maxsize=4096)
-def _result_on_meta(func: Any, tree: optree.PyTreeSpec, forms: tuple[tuple[Any, Any], ...]) -> Any:
-    """An operation's result on meta tensors of these forms; kept, since layers alike run the same
-    operations, and torch takes 0.2 ms for many of them."""
+def _meta_result(func: Any, tree: optree.PyTreeSpec, forms: tuple[Any, ...]) -> Any:
+    """An operation's result on meta tensors, given the default dtype and their forms; kept, since
+    layers alike run the same operations, and torch takes 0.2 ms for many of them."""
     make = partial(torch.empty_strided, device="meta")
-    given = [x if isinstance(form, type) else make(*form, dtype=x) for form, x in forms]
+    given = [x if isinstance(form, type) else make(*form, dtype=x) for form, x in forms[1:]]
     lowered: Any = optree.tree_unflatten(tree, given)
     args, kwargs = lowered
     if kwargs.get("device") is not None:
