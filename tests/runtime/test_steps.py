@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,21 +19,6 @@ from tests.models import CASES, DIM, features, mlp, token_loss, tokens
 SCHEDULES = pytest.mark.parametrize("schedule", TRAINING)
 # One, two and several stages on a rank, and both ways along the ranks.
 FEW = pytest.mark.parametrize("schedule", ["gpipe", "zbv", "interleaved-1f1b", "looped-bfs"])
-# Every kind of action, and stages that lie along the ranks once, in rounds and in a V.
-TELLING = ("1f1b", "interleaved-1f1b", "zb-h1", "po-h", "zbv", "dualpipev")
-
-
-def in_turn(name: str, patterns: Sequence[Any]) -> Any:
-    """Telling schedules meet all patterns; each other one a third of them, in turn."""
-    return pytest.mark.parametrize(
-        (name, "schedule"),
-        [
-            pytest.param(pattern, schedule, id=f"{name}{i}-{schedule}")
-            for j, schedule in enumerate(TRAINING)
-            for i, pattern in enumerate(patterns)
-            if schedule in TELLING or (i + j) % 3 == 0
-        ],
-    )
 
 
 def made(model: Any, loss_fn: Any, schedule: str, mbs: int = 3, **options: Any) -> Twins:
@@ -195,7 +179,8 @@ def test_modules_that_return_more_in_training(schedule: str) -> None:
 # --- frozen, unused and shared parameters ----------------------------------------------------
 
 
-@in_turn("frozen", [(0,), (1,), (2,), (3,), (0, 1), (1, 2), (0, 1, 2), (1, 2, 3)])
+@SCHEDULES
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (3,), (0, 1), (1, 2), (0, 1, 2), (1, 2, 3)])
 def test_frozen_stages(schedule: str, frozen: tuple[int, ...]) -> None:
     """Gradients pass through a frozen stage where one before it is to be trained."""
     model = mlp(4)
@@ -217,7 +202,8 @@ def set_trained(both: Twins, layers: tuple[int, ...], trained: bool) -> None:
                 param.requires_grad_(trained)
 
 
-@in_turn("frozen", [(0,), (1,), (3,), (0, 1), (0, 1, 2)])
+@SCHEDULES
+@pytest.mark.parametrize("frozen", [(0,), (1,), (3,), (0, 1), (0, 1, 2)])
 def test_frozen_between_steps(schedule: str, frozen: tuple[int, ...]) -> None:
     """Fewer gradients are needed than in the first step; what is frozen keeps what it had."""
     both = made(mlp(4), F.mse_loss, schedule)
@@ -238,7 +224,8 @@ def test_unfrozen_again(schedule: str) -> None:
         both.step(inputs, target=target)
 
 
-@in_turn("layers", [(0,), (0, 1), (0, 1, 2)])
+@SCHEDULES
+@pytest.mark.parametrize("layers", [(0,), (0, 1), (0, 1, 2)])
 def test_unfrozen_between_steps(schedule: str, layers: tuple[int, ...]) -> None:
     """What crossed without a gradient crosses with one, from then on or now and then."""
     both = made(mlp(4), F.mse_loss, schedule)
@@ -292,7 +279,8 @@ class OffPath(nn.Module):
         return x.detach() + self.bias.exp()
 
 
-@in_turn("place", [0, 1, 2, 3])
+@SCHEDULES
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_a_stage_that_cuts_the_graph(schedule: str, place: int) -> None:
     """Stages before it get no gradient at all: None, as on one device, not zeros."""
     layers = list(mlp(4))
@@ -321,9 +309,10 @@ class Cuts(nn.Module):
 
 
 # Calls 0, 1, 2 are the first step's, of three microbatches.
-CUTS = in_turn("when", [{3, 4, 5}, {0, 1, 2}, {1}, {0}, {4}])
+CUTS = pytest.mark.parametrize("when", [{3, 4, 5}, {0, 1, 2}, {1}, {0}, {4}])
 
 
+@SCHEDULES
 @CUTS
 def test_gradients_that_come_at_times(schedule: str, when: set[int]) -> None:
     """In one step or microbatch, not in another: told exactly, where it may change."""
@@ -335,6 +324,7 @@ def test_gradients_that_come_at_times(schedule: str, when: set[int]) -> None:
         both.descend()
 
 
+@SCHEDULES
 @CUTS
 def test_gradients_that_come_unannounced(schedule: str, when: set[int]) -> None:
     """Never zeros for none, which an optimizer with weight decay would take for a gradient."""
