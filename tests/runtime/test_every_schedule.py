@@ -14,19 +14,13 @@ from tests.agreement import TRAINING, Twins, virtuals
 from tests.compare import plain_step
 from tests.models import CASES
 
-
-def grid(*numbers_of_ranks: int) -> Any:
-    """Every schedule on each of these numbers of ranks, with each number of stages per rank."""
-    return pytest.mark.parametrize(
-        ("schedule", "ranks", "virtual"),
-        [
-            pytest.param(each.name, ranks, virtual, id=f"{each.name}-P{ranks}-V{virtual}")
-            for each in penstock.schedules()
-            if each.name in TRAINING
-            for ranks in numbers_of_ranks
-            for virtual in virtuals(each)
-        ],
-    )
+GRID = [
+    pytest.param(each.name, ranks, virtual, id=f"{each.name}-P{ranks}-V{virtual}")
+    for each in penstock.schedules()
+    if each.name in TRAINING
+    for ranks in range(1, 5)
+    for virtual in virtuals(each)
+]
 
 
 def twins(case: str, schedule: str, ranks: int, virtual: int, mbs: int, **options: Any) -> Twins:
@@ -43,7 +37,7 @@ def twins(case: str, schedule: str, ranks: int, virtual: int, mbs: int, **option
     )
 
 
-@grid(1, 2, 3, 4)
+@pytest.mark.parametrize(("schedule", "ranks", "virtual"), GRID)
 def test_any_number_of_microbatches(schedule: str, ranks: int, virtual: int) -> None:
     """Fewer than ranks, and not a multiple of them, are as good as any; so are uneven rows."""
     # Every schedule meets all of them, on one number of ranks or another.
@@ -55,7 +49,7 @@ def test_any_number_of_microbatches(schedule: str, ranks: int, virtual: int) -> 
             both.step(inputs, target=target)
 
 
-@grid(2, 3)
+@pytest.mark.parametrize(("schedule", "ranks", "virtual"), GRID)
 def test_fewer_rows_than_microbatches(schedule: str, ranks: int, virtual: int) -> None:
     """A short last batch has a microbatch per row, and its loss is the mean over these."""
     both = twins("mlp", schedule, ranks, virtual, 5)
@@ -66,7 +60,7 @@ def test_fewer_rows_than_microbatches(schedule: str, ranks: int, virtual: int) -
         both.eval(CASES["mlp"].batch((4, 2)[step % 2], step)[0])
 
 
-@grid(1, 2, 3)
+@pytest.mark.parametrize(("schedule", "ranks", "virtual"), GRID)
 def test_models(schedule: str, ranks: int, virtual: int) -> None:
     """Batch norm with its buffers; attention and embeddings; recurrence."""
     # Every schedule meets all of them, on one number of ranks or another.
