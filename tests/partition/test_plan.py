@@ -117,9 +117,9 @@ def test_values_that_are_no_plan(change: dict[str, Any], told: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("plan.toml", "stage = [", "plan.toml is not a plan: "),
-        ("plan.toml", "a = " + "[" * 100_000, "plan.toml is not a plan: "),
-        ("plan.toml", "[[stage]]", r"^[^ ]*plan\.toml is not a plan: stage 0 of the plan is empty"),
+        ("plan.toml", "stage = [", "plan.toml: not TOML"),
+        ("plan.toml", "a = " + "[" * 100_000, "plan.toml: not TOML"),
+        ("plan.toml", "[[stage]]", r"^[^ ]*plan\.toml: stage 0 of the plan is empty"),
         ("plan.json", "{}", r"^[^ ]*plan\.json: a plan is a \.toml file"),
         ("plan.toml", None, "plan.toml: no such plan"),
     ],

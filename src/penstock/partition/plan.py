@@ -149,8 +149,10 @@ class Plan:
             return cls.from_dict(tomllib.loads(path.read_text(encoding="utf-8-sig")))
         except FileNotFoundError as error:
             raise PartitionError(f"{path}: no such plan; `penstock split -o` writes one") from error
-        except (OSError, ValueError, RecursionError) as error:
-            raise PartitionError(f"{path} is not a plan: {error}") from error
+        except (PartitionError, OSError) as error:
+            raise PartitionError(f"{path}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise PartitionError(f"{path}: not TOML: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, in the form of a file."""

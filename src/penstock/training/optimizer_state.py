@@ -182,11 +182,9 @@ class WholeOptimizerState:
     ) -> None:
         self.optimizer, self._model, self._group = optimizer, model, group
         self._gathered: list[dict[str, Any]] = []
-        names = {id(param): name for name, param in model.named_parameters()}
         mine, groups = {*map(id, own)}, optimizer.param_groups
-        if not names.keys() >= {id(param) for each in groups for param in each["params"]}:
-            raise ValueError("the optimizer has parameters that the model has not")
-        self._names = [[names[id(param)] for param in each["params"]] for each in groups]
+        named = named_params(model, optimizer)
+        self._names = [[param.name for param in named if param.group is each] for each in groups]
         for each in groups:
             each["params"] = [param for param in each["params"] if id(param) in mine]
         for param in [param for param in optimizer.state if id(param) not in mine]:
