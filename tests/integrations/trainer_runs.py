@@ -79,18 +79,13 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
         return iter(texts(0, 200))
 
 
-def collate(rows: list[list[int]], length: int = 12) -> dict[str, Tensor]:
-    """A batch as long as every other one; padding is no target."""
+def collate(rows: list[list[int]]) -> dict[str, Tensor]:
+    """A batch as long as its longest row; padding is no target."""
+    length = max(map(len, rows))
     ids = torch.tensor([row + [PAD] * (length - len(row)) for row in rows])
     mask = (ids != PAD).long()
     labels = ids.masked_fill(mask == 0, -100)
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-def collate_to_longest(rows: list[list[int]]) -> dict[str, Tensor]:
-    """A batch as long as its longest row: nearly every step traces the model anew, so only a few
-    cases have it."""
-    return collate(rows, max(map(len, rows)))
 
 
 def collate_by_rank(rows: list[list[int]]) -> dict[str, Tensor]:
@@ -144,9 +139,8 @@ _BEST: dict[str, Any] = {
     "learning_rate": 0.3,
     "num_train_epochs": 4,
 }
-_VARYING: dict[str, Any] = {"data_collator": collate_to_longest}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "llama": (_SAVES | _EVERY, _VARYING, {}),
+    "llama": (_SAVES | _EVERY, {}, {}),
     "tied": (_SAVES, {"model": lambda: gpt2()}, {}),
     "zbv": (
         {"lr_scheduler_type": "cosine", "warmup_steps": 2},
@@ -157,7 +151,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "lora": (_SAVES | {"learning_rate": 0.05}, {"model": lora}, {}),
     "smoothing": ({"label_smoothing_factor": 0.1} | _EVERY, {}, {}),
     "own loss": ({**_EVERY}, {"compute_loss_func": summed_loss}, {}),
-    "metrics": ({**_EVERY}, {"compute_metrics": accuracy, **_VARYING}, {}),
+    "metrics": ({**_EVERY}, {"compute_metrics": accuracy}, {}),
     "checkpointing": ({"activation_checkpointing": True}, {}, {}),
     "unclipped": (_UNCLIPPED, {}, {}),
     "no limit": ({"max_grad_norm": 0.0, "optim": "adafactor"}, {}, {}),
@@ -171,9 +165,9 @@ _IN_ORDER = {"train_sampling_strategy": "sequential", "per_device_eval_batch_siz
 # A pipeline in one process draws the same numbers.
 DROPOUT = {"dropout": ({"num_train_epochs": 2}, {"model": lambda: gpt2(0.3)}, {})}
 REPLICA_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "replicas": (_IN_ORDER | _SAVES, _VARYING, {}),
+    "replicas": (_IN_ORDER | _SAVES, {}, {}),
     "replicas stream": (_IN_ORDER | {"max_steps": 3}, {"train_dataset": None}, {}),
-    "replicas lora": (_IN_ORDER, {"model": lora, "compute_metrics": accuracy, **_VARYING}, {}),
+    "replicas lora": (_IN_ORDER, {"model": lora, "compute_metrics": accuracy}, {}),
 }
 
 
