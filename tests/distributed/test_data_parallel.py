@@ -24,7 +24,7 @@ from tests.distributed.replicas import (
 )
 from tests.processes import run_ranks
 
-NUM_STEPS = 2
+NUM_STEPS = 3
 SCHEDULES = (
     "gpipe",
     "1f1b",
