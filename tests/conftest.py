@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Torch asks a name server for the name of whatever it connects to: wait for that a second, not ten.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# Torch looks up each fake operation in a cache: dearer than running it for models of few layers.
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 # A deadline measures how busy the machine is; the suite has its own timeout per test.
 settings.register_profile("default", deadline=None, max_examples=60)
