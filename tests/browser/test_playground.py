@@ -137,8 +137,9 @@ def test_the_comparison_and_the_time_axis_are_in_view(page: sync_api.Page, ranks
     page.evaluate(SET, ["ranks", ranks, *COMPARISON])
     wait_for_boxes(page, ranks * 8 * 2)
     page.locator("tbody tr").nth(3).wait_for()  # the table is drawn after the boxes
-    table = page.locator("table").bounding_box()
-    assert table is not None and table["y"] + table["height"] < 400
+    while (table := page.locator("table").bounding_box()) is None:  # it is being drawn anew
+        page.wait_for_timeout(10)
+    assert table["y"] + table["height"] < 400
     assert len(page.locator("tbody tr").all()) == 4
     top, foot = (page.evaluate(PLACE, [0, rank])[1] for rank in (0, ranks))
     assert 400 < top < 460
