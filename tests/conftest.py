@@ -1,6 +1,6 @@
 """How much Hypothesis tries: little by default, much with HYPOTHESIS_PROFILE=nightly.
 
-And two settings of all processes of the tests, which a test may start many of.
+And three settings of all processes of the tests, which a test may start many of.
 """
 
 from __future__ import annotations
