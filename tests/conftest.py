@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Torch looks up each fake operation in a cache: dearer than running it for models of few layers.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
-# A thread of gloo that preempts the one that holds its lock tries the lock until its time slice ends:
+# A thread of gloo that preempts the holder of its lock tries the lock until its time slice ends:
 # let none preempt another, which halves the time of small steps.
 if sys.platform == "linux":
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

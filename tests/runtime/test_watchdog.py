@@ -92,6 +92,34 @@ def test_a_silent_store_does_not_keep_a_wait_from_its_end() -> None:
     errors.is_over.set()
 
 
+class LostErrors(Errors):
+    """An error store whose host has gone."""
+
+    def read(self, waited_s: float = 0.0) -> None:
+        self.is_lost = True
+        self.was_read.set()
+
+
+def test_a_wait_that_breaks_just_after_the_store_is_not_aborted() -> None:
+    """Else all connections are closed, and the one that the process's end closed is not known."""
+    errors, watchdog = LostErrors(), Watchdog(60.0, lambda peer: None)
+    watchdog.start(errors, always=False)
+    watchdog.waiting_for = ((), 1)
+    assert errors.was_read.wait(20)
+    assert watchdog.stop() == ((), 1), "as when the main thread's wait breaks"
+    assert not watchdog.has_aborted
+
+
+def test_a_wait_without_a_store_is_aborted() -> None:
+    woken = threading.Event()
+    watchdog = Watchdog(60.0, lambda peer: woken.set())
+    watchdog.start(LostErrors(), always=False)
+    watchdog.waiting_for = ((), 1)
+    assert woken.wait(20)
+    watchdog.stop()
+    assert watchdog.has_aborted
+
+
 def test_readers_by_the_thousand_ask_their_store_no_more_than_it_can_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -198,8 +198,7 @@ class ErrorStore:
 
     def _find_absent(self) -> list[int]:
         """The ranks that have not entered this rank's current collective."""
-        others = {*range(len(self._processes))} - {self._rank}
-        keys = {rank: f"{self._count_key}/{rank}" for rank in sorted(others)}
+        keys = {r: f"{self._count_key}/{r}" for r in range(len(self._processes)) if r != self._rank}
         present = {r: int(self._store.get(k)) for r, k in keys.items() if self._store.check([k])}
         return [rank for rank in keys if present.get(rank, 0) < self._record.num_collectives]
 
@@ -258,8 +257,7 @@ class ErrorStore:
         self._record.failed.add(call)
         # A cause that was found is published too, to this rank's replicas.
         first = self._query(lambda: self.write(cause)) or cause
-        is_own = (first.kind, first.message) == (own.kind, own.message)
-        if not is_own:
+        if (first.kind, first.message) != (own.kind, own.message):
             return as_error(first, self._processes)
         return error if isinstance(error, PeerError) else None
 
@@ -377,6 +375,9 @@ class Watchdog:
                 self.timed_out |= is_late
                 if is_late or self._has_failure(errors, now - since):
                     errors.is_lost |= self._query is not None
+                    # A process that ends loses its store before the connections that name it.
+                    if errors.is_lost and self._stopped.wait(errors.interval_s):
+                        return
                     if waiting in (self.waiting_for, self._device_wait()):
                         if is_late and self.waiting_for is not waiting:
                             self.late_on_device = waiting

@@ -169,8 +169,7 @@ class C10dTransport(Transport):
         """The ranks whose connections to this one are closed, by themselves."""
         if self._control is None or self._watchdog.has_aborted:
             return []
-        others = (peer for peer in range(self.num_ranks) if peer != self.rank)
-        return [peer for peer in others if _is_closed(self._control, peer)]
+        return [r for r in range(self.num_ranks) if r != self.rank and _is_closed(self._control, r)]
 
     def _is_broken_wait(self, error: BaseException | None) -> bool:
         """True if ``error`` is a wait ended by the watchdog or by a process's death."""
