@@ -1,13 +1,12 @@
 """How much Hypothesis tries: little by default, much with HYPOTHESIS_PROFILE=nightly.
 
-And settings of all processes of the tests, which a test may start many of.
+And three settings of all processes of the tests, which a test may start many of.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import sys
 from importlib import import_module
 
 import pytest
@@ -19,10 +18,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Torch looks up each fake operation in a cache: dearer than running it for models of few layers.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
-# A thread of gloo that preempts the holder of its lock tries the lock until its time slice ends:
-# let none preempt another, which halves the time of small steps.
-if sys.platform == "linux":
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # A deadline measures how busy the machine is; the suite has its own timeout per test.
 settings.register_profile("default", deadline=None, max_examples=60)
