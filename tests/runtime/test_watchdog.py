@@ -101,7 +101,7 @@ class LostErrors(Errors):
 
 
 def test_a_wait_that_breaks_just_after_the_store_is_not_aborted() -> None:
-    """Else all connections are closed, and the one that the process's end closed is not known."""
+    """An abort closes all connections, which hides the one that the end of a process closed."""
     errors, watchdog = LostErrors(), Watchdog(60.0, lambda peer: None)
     watchdog.start(errors, always=False)
     watchdog.waiting_for = ((), 1)

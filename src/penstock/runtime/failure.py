@@ -375,7 +375,7 @@ class Watchdog:
                 self.timed_out |= is_late
                 if is_late or self._has_failure(errors, now - since):
                     errors.is_lost |= self._query is not None
-                    # A process that ends loses its store before the connections that name it.
+                    # The store's process ends: its connections, which name it, close a bit later.
                     if errors.is_lost and self._stopped.wait(errors.interval_s):
                         return
                     if waiting in (self.waiting_for, self._device_wait()):
